@@ -9,6 +9,7 @@ none. `spec_from_config` is what a pool with one table needs.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from importlib import import_module
@@ -22,6 +23,7 @@ __all__ = ["layer_groups", "model_fields", "refusal_of", "shortened", "spec_from
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
+_log = logging.getLogger(__name__)
 _MODELS = "kvpool.adapters.mlx_lm.sizes"  # by name, as backends are: it is a layer above, and needs mlx-lm
 _INSTEAD = "describe what its layers keep with kvpool.KVSpec, and size it with kvpool.config.blocks_for"
 
@@ -61,8 +63,9 @@ def layer_groups(config: Config, *, dtype: str | None = None) -> tuple[LayerGrou
     try:
         found: tuple[LayerGroup, ...] = groups_of_model(whole if whole.get("model_type") else fields, dtype)
         return found
-    except ValueError:
+    except ValueError as error:
         if fields["model_type"] in _RULES:
+            _log.info("the sizes are those of the config alone: %s", error)
             return _read_groups(fields, dtype)
         raise
 

@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(args.name or args.model, hosts, keys, weights, most, connections)
     if args.log_level not in log.LEVELS:
         raise CommandError(f"--log-level {args.log_level}: not one of {', '.join(log.LEVELS)}")
-    options["on_events"] = publish_of(args)
+    publisher = publisher_of(args)
+    options["on_events"] = publisher and publisher.publish
     tiny_model(args)
     if args.model != "tiny":
         try:
@@ -144,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
         said, status = f"{'' if isinstance(exc, CommandError) else '--model '}{exc}", 2
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         said, status = f"--model {args.model}: {by_flags(exc) or 'not enough memory'}", 2
+    if publisher is not None:
+        publisher.close()
     last = threading.Thread(target=say, args=(f"kvpool serve: {said}",), daemon=True)
     last.start()
     last.join(LAST_SECONDS)  # nobody may read it, and its pipe be full
@@ -180,8 +183,8 @@ def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float
     return keys, weights
 
 
-def publish_of(args: argparse.Namespace) -> Any:
-    """Return what publishes events. Its addresses are bound before the model is loaded."""
+def publisher_of(args: argparse.Namespace) -> Any:
+    """Return what publishes events, None: nothing does. Its addresses are bound before the model is loaded."""
     if args.events is None:
         if args.events_replay is not None:
             raise CommandError("--events-replay: needs --events")
@@ -191,7 +194,7 @@ def publish_of(args: argparse.Namespace) -> Any:
     except ImportError as exc:
         raise CommandError(f"--events needs ZMQ and msgspec ({exc}): {install_command('events')}") from None
     try:
-        return EventPublisher(args.events, replay=args.events_replay).publish
+        return EventPublisher(args.events, replay=args.events_replay)
     except OSError as exc:
         raise CommandError(f"--events: {str(exc).removeprefix('[EventPublisher] ')}") from None
 

@@ -494,3 +494,19 @@ def test_events_tell_what_the_next_prompt_will_find(make):
     assert [list(event[3]) for event in stored[: len(tokens) // BLOCK]] == [
         tokens[at : at + BLOCK] for at in range(0, len(tokens) // BLOCK * BLOCK, BLOCK)
     ]
+
+
+def test_listener_of_events_that_raises_ends_no_request(make, answer, caplog):
+    def fail(events):
+        raise OSError("the reader is gone")
+
+    assert make(on_events=fail).generate(PROMPT, max_tokens=40).text == answer
+    assert "on_events failed" in caplog.text
+
+
+def test_events_of_a_reset_are_told_at_once(make):
+    told = []
+    engine = make(on_events=told.extend)
+    engine.generate(PROMPT, max_tokens=4)
+    engine.reset()
+    assert told[-1] == ("cleared", None)

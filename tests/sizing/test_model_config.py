@@ -415,3 +415,14 @@ def test_spec_from_config_of_a_bad_file_is_refused(tmp_path):
             spec_from_config(tmp_path)
     with pytest.raises(FileNotFoundError):
         spec_from_config(tmp_path / "nowhere.json")
+
+
+def test_sizes_leave_the_random_numbers_of_a_program_alone():
+    mx = pytest.importorskip("mlx.core")
+    drawn = []
+    for look in (False, True):
+        mx.random.seed(0)
+        if look:
+            layer_groups(config_of("llama"))
+        drawn.append(mx.random.uniform().item())
+    assert drawn[0] == drawn[1]

@@ -62,12 +62,12 @@ def save(kind: str, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def engine(kind, folder, store=None, **options):
+def engine(kind, folder, store=None, role="kv_both", **options):
     """vLLM's engine for a tiny model in a folder, which is made."""
     save(kind, Path(folder))
     if store is not None:
         options["kv_transfer_config"] = {
-            "kv_connector": "KVPoolConnector", "kv_role": "kv_both",
+            "kv_connector": "KVPoolConnector", "kv_role": role,
             "kv_connector_module_path": "kvpool.adapters.vllm.connector",
             "kv_connector_extra_config": {"path": str(store), "max_nbytes": 10**9},
         }  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_vllm_engine import HERE, run
 
-from kvpool.adapters.vllm.connector import KVPoolConnector
+from kvpool.adapters.vllm.connector import KVPoolConnector, open_store
 from kvpool.store import MemoryStore
 
 pytestmark = pytest.mark.timeout(3600)  # an engine starts in seconds, on a machine with nothing else to do
@@ -57,81 +57,119 @@ def test_damaged_files_are_misses_with_the_same_tokens(stock, tmp_path):
     assert again[CASE]["store"]["damaged"] > 0
 
 
-class Slow(MemoryStore):
-    """A store that answers when it is let; one that is dead raises."""
+class Told(MemoryStore):
+    """A store that promises what it is told to, and answers when it is let; one that is dead raises."""
 
-    def __init__(self, layout, dead=False):
+    def __init__(self, layout, promises=True):
         super().__init__(layout, 1 << 28)
-        self.let, self.dead = threading.Event(), dead
+        self.let, self.dead, self.promises = threading.Event(), False, promises
 
     def lookup(self, blocks):
         if self.dead:
             raise OSError("the disk is gone")
-        return np.ones(len(blocks), bool)  # even of what it does not have
+        return np.full(len(blocks), self.promises)
 
     def load(self, blocks, rows):
         assert self.let.wait(600)
-        return super().load(blocks, rows)
+        return np.zeros(len(blocks), bool)
 
 
 @pytest.fixture
-def slow(tmp_path):
-    one = engine.engine("full", tmp_path / "model", tmp_path / "store", **SMALL)
-    store = Slow(engine.scheduler_of(one).connector.layout)
-    workers = [found for found in made if isinstance(found, KVPoolConnector)]
-    assert len(workers) == 2
-    for connector in workers:
-        connector.store = store
-    yield one, store
-    made.clear()
-
-
-made = []
-
-
-@pytest.fixture(autouse=True)
 def watched(monkeypatch):
     """The connectors that an engine makes."""
-    init = KVPoolConnector.__init__
+    made, init = [], KVPoolConnector.__init__
 
     def note(self, *arguments, **options):
         init(self, *arguments, **options)
         made.append(self)
 
     monkeypatch.setattr(KVPoolConnector, "__init__", note)
+    return made
 
 
-LONG, SHORT = [4 + (7 * k + 1) % 300 for k in range(100)], [5, 6, 7]  # three whole blocks, and none
+@pytest.fixture
+def told(watched, tmp_path):
+    """An engine whose connectors have a store of the test: called with the kind of model."""
+
+    def make(kind, **options):
+        one = engine.engine(kind, tmp_path / "model", tmp_path / "store", **SMALL)
+        store = Told(engine.scheduler_of(one).connector.layout, **options)
+        for connector in watched:
+            connector.store = store
+        return one, store
+
+    return make
 
 
-def add(one, name, prompt):
-    params = engine.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+LONG, SHORT = [4 + (7 * k + 1) % 300 for k in range(300)], [5, 6, 7]  # nine whole blocks, and none
+
+
+def add(one, name, prompt, new=8):
+    params = engine.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
     one.add_request(name, {"prompt_token_ids": prompt}, params)
 
 
-def ended(one, name):
-    """Step until a request has ended; its tokens, and the names of all that said something."""
-    named = set()
-    while True:
+def ended(one, *names):
+    """Step until requests have ended; their tokens, and the names of all that said something."""
+    found, named = {}, set()
+    while len(found) < len(names):
         for output in one.step():
             named.add(output.request_id)
-            if output.request_id == name and output.finished:
-                return list(output.outputs[0].token_ids), named
+            if output.request_id in names and output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+    return [found[name] for name in names], named
 
 
-def test_load_that_does_not_return_holds_no_other_request_and_a_dead_store_none(slow):
-    one, store = slow
+def test_load_that_does_not_return_holds_no_other_request_and_a_dead_store_none(told):
+    one, store = told("full")
     add(one, "long", LONG)
     add(one, "short", SHORT)
     _, named = ended(one, "short")
     assert named == {"short"}, "blocks of the other are being loaded"
     store.let.set()  # the store finds out that it has nothing
-    tokens, _ = ended(one, "long")
+    (tokens,), _ = ended(one, "long")
     assert len(tokens) == 8
     store.dead = True
     one.reset_prefix_cache()
     add(one, "again", LONG)
-    assert ended(one, "again")[0] == tokens
+    assert ended(one, "again")[0] == [tokens]
+
+
+def test_blocks_of_a_window_that_are_lost_leave_other_requests_alone(told):
+    one, store = told("window", promises=False)
+    store.let.set()
+    add(one, "alone", LONG, 40)
+    (alone,), _ = ended(one, "alone")
+    one.reset_prefix_cache()
+    add(one, "beside", LONG, 40)  # its window has passed the first blocks
+    for _ in range(20):
+        one.step()
+    store.promises = True
+    add(one, "lost", LONG[::-1], 8)
+    assert ended(one, "beside", "lost")[0][0] == alone
+
+
+def test_changed_weights_find_nothing_that_was_saved_before(tmp_path):
+    one = engine.engine("full", tmp_path / "model", tmp_path / "store", **SMALL)
+    add(one, "before", LONG)
+    ended(one, "before")
+    connector = engine.scheduler_of(one).connector
+    connector.store.drain()
+    assert one.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
+    add(one, "after", LONG)
+    ended(one, "after")
+    assert connector.store.stats()["disk"].hits == 0
+
+
+def test_engine_made_after_another_has_a_store_that_is_open(watched, tmp_path):
+    for number in range(2):
+        one = engine.engine("full", tmp_path / "model", tmp_path / "store", **SMALL)
+        (scheduler, worker) = watched[-2:]
+        names = worker.layout.blocks(range(64 * number, 64 * number + 64))[0]
+        worker.store.store(names, np.ones((2, worker.layout.groups[0].nbytes), np.uint8))
+        worker.store.drain()
+        assert len(watched) == 2 * number + 2 and scheduler.store.lookup(names).all()
+        one.engine_core.shutdown()
 
 
 def test_store_of_another_model_is_refused_at_the_start(tmp_path):
@@ -140,8 +178,11 @@ def test_store_of_another_model_is_refused_at_the_start(tmp_path):
         run("--store", str(tmp_path / "store"), "window")
 
 
-def test_options_that_are_unknown_are_refused_at_the_start(tmp_path):
-    from kvpool.adapters.vllm.connector import open_store
+def test_role_that_only_saves_is_refused_at_the_start(tmp_path):
+    with pytest.raises(Exception, match="kv_role is kv_producer"):
+        engine.engine("full", tmp_path / "model", tmp_path / "store", role="kv_producer", **SMALL)
 
+
+def test_options_that_are_unknown_are_refused_at_the_start(tmp_path):
     with pytest.raises(ValueError, match=r"\[KVPoolConnector\] kv_connector_extra_config has \['dir'\], it needs path"):
         open_store(None, {"dir": "x"})

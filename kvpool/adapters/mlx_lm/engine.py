@@ -404,10 +404,17 @@ class Engine:
             self._rest()
         elif self._jobs:  # all are held
             self._deliver((), self.scheduler.expire())
-        if self._on_events is not None:
-            self._on_events(self.kv.pool.prefix.events())
+        self._tell_events()
         ended, self._ended = self._ended, []
         return ended
+
+    def _tell_events(self) -> None:
+        """Pass the events of the prefix cache on. Who gets them must not end requests."""
+        if self._on_events is not None:
+            try:
+                self._on_events(self.kv.pool.prefix.events())
+            except Exception:
+                _log.exception("[step] on_events failed, its events are lost")
 
     def _scheduled(self) -> Step | None:
         """Decide the next step. If blocks are short, loads and saves give theirs back."""
@@ -490,6 +497,7 @@ class Engine:
         self.kv.pool.reset()
         if self.kv.stored is not None:
             self.kv.stored.forget()
+        self._tell_events()
         self._start()
 
     def __enter__(self) -> Self:

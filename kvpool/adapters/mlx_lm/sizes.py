@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -48,7 +49,8 @@ def _built(config: Mapping[str, Any], dtype: str) -> Any:
     """Return the model as a checkpoint of `dtype` would make it."""
     fields = copy.deepcopy(dict(config))  # some classes change it
     model_class, arguments = _get_classes(fields)
-    model = model_class(arguments.from_dict(fields))
+    with ThreadPoolExecutor(1) as apart:  # with random numbers of its own: the caller's go on
+        model = apart.submit(lambda: model_class(arguments.from_dict(fields))).result()
     is_cast, target = getattr(model, "cast_predicate", lambda path: True), getattr(mx, dtype)
 
     def cast(path: str, weight: mx.array) -> mx.array:

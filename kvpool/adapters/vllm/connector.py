@@ -7,11 +7,12 @@
 vLLM makes one connector for its scheduler and one for its worker. The scheduler's follows each request: it asks the
 store in a thread which blocks of the prompt are there, and sends with every step what the worker has to load and to
 save. The worker's loads in a thread too, and a save copies the blocks into the store's queue, which never waits. So a
-slow or dead store costs hits and no step.
+slow store costs hits and no step; a load that does not return holds its request, and those that wait behind it.
 
 A block that the store has lost is computed: the connector sets vLLM's `kv_load_failure_policy` to "recompute". A
-request asks once, so a store that promises what it cannot load is not asked again. Requests with images or embeddings
-are neither loaded nor saved, because their tokens do not say what their blocks hold.
+request asks once, so a store that promises what it cannot load is not asked again. Requests with images, embeddings or
+an adapter are neither loaded nor saved, because their tokens do not say what their blocks hold. After vLLM's
+`reset_prefix_cache(reset_connector=True)`, for new weights, what was saved before is not found any more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import hashlib
 import json
 import logging
 import math
+import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,6 +37,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
 
 log = logging.getLogger("vllm.kvpool")
+PATIENCE = 1.0  # seconds that a request waits to hear what the store has
+PIECE = 64  # blocks that a load reads at a time
 SAMPLE = 1 << 16  # bytes of a file of weights that its fingerprint reads at each of 16 places
 OPTIONS = {"path", "max_nbytes", "write_nbytes_per_day", "reserve_nbytes", "weights"}
 stores: dict[str, tuple[Layout, BlockStore]] = {}  # of this process: scheduler and worker may share one
@@ -50,16 +55,16 @@ class Step(base.KVConnectorMetadata):
 class Followed:
     """A request, as the scheduler's connector knows it."""
 
-    def __init__(self, request: Any, layout: Layout) -> None:
+    def __init__(self, request: Any, layout: Layout, epoch: str) -> None:
         self.request, self.layout = request, layout
-        lora = request.lora_request
-        named = [request.cache_salt, lora and lora.lora_name]
+        named = [request.cache_salt, epoch]
         self.namespace = json.dumps(named).encode() if any(named) else b""
         self.prompt = layout.blocks(request.all_token_ids[: request.num_tokens - 1], self.namespace)[0]
         self.key = self.prompt.keys[-1].tobytes() if len(self.prompt) else self.prompt.namespace
         self.table: list[int] = []
         self.saved = 0  # leading blocks that the store was offered or that were hits
         self.found: Future[int] | None = None  # leading blocks of the prompt that the store has
+        self.asked = time.monotonic()
 
     def fill(self, full: int) -> Iterator[tuple[list[int], Blocks]]:
         """Ids and names of the blocks that are full now and were not before: of the prompt, then of what follows."""
@@ -77,13 +82,15 @@ class Followed:
 
 
 def fingerprint(model_config: Any) -> str:
-    """What tells these weights from others: the commit of the hub, or samples of the files of a folder."""
-    folder = Path(model_config.model)
+    """What tells this model from others: its config, and the commit of the hub or samples of the files of a folder."""
+    folder, config = Path(model_config.model), model_config.hf_config.to_dict()
+    commit = config.pop("_commit_hash", None) or model_config.revision
+    told = {name: value for name, value in config.items() if name not in {"_name_or_path", "transformers_version"}}
+    digest = hashlib.sha256(json.dumps([told, model_config.quantization], sort_keys=True, default=str).encode())
     if not folder.is_dir():
-        return f"{model_config.model} {getattr(model_config.hf_config, '_commit_hash', None) or model_config.revision}"
-    digest = hashlib.sha256()
+        return f"{model_config.model} {commit} {digest.hexdigest()}"
     for path in sorted(folder.iterdir()):
-        if path.suffix in {".safetensors", ".bin", ".gguf", ".pt"} or path.name == "config.json":
+        if path.suffix in {".safetensors", ".bin", ".gguf", ".pt"}:
             nbytes = path.stat().st_size
             digest.update(f"{path.name} {nbytes} ".encode())
             with path.open("rb") as file:
@@ -131,13 +138,17 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        told = vllm_config.kv_transfer_config
+        if told.kv_role != "kv_both":
+            raise ValueError(f"[KVPoolConnector] kv_role is {told.kv_role}, it must be kv_both: a store is both sides")
+        options = told.kv_connector_extra_config
+        told.kv_load_failure_policy = "recompute"
         self.layout = layout_of(vllm_config, kv_cache_config, options.get("weights"))
         self.store = open_store(self.layout, options)
         self.size = self.layout.block_size
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvpool-{role.name.lower()}")
         self.followed: dict[str, Followed] = {}
+        self.epoch = ""  # of the weights: a part of each namespace
         self.step = Step()
         self.caches: list[torch.Tensor] = []  # of each layer, [blocks, ..]
         self.loading: dict[str, Future[set[int]]] = {}
@@ -147,32 +158,36 @@ class KVPoolConnector(base.KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    def ask(self, call: str, otherwise: Any, *arguments: Any) -> Any:
-        """What the store answers. A store that raises, which none of kvpool's does, has nothing."""
+    @staticmethod
+    def guarded(call: Any, otherwise: Any, *arguments: Any) -> Any:
+        """What a call returns. If it raises, for want of memory for instance, the engine goes on without it."""
         try:
-            return getattr(self.store, call)(*arguments)
+            return call(*arguments)
         except Exception:
-            log.exception("the store fails in %s, the engine goes on without it", call)
+            log.exception("%s failed, the engine goes on without it", call.__name__)
             return otherwise
 
     # ---- scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: the store has not answered yet; vLLM asks again in the next step."""
-        if request.mm_features or request.prompt_embeds is not None:
+        if request.mm_features or request.prompt_embeds is not None or request.lora_request:
             return 0, False
         followed = self.followed.get(request.request_id)
         if followed is None:
-            followed = self.followed[request.request_id] = Followed(request, self.layout)
-        if followed.table:  # it was served before, and the store's answer is used up
+            followed = self.followed[request.request_id] = Followed(request, self.layout, self.epoch)
+        if followed.table or not len(followed.prompt):  # served before: the store's answer is used up
             return 0, False
         if followed.found is None:
-            nothing = np.zeros(len(followed.prompt), bool)
-            followed.found = self.thread.submit(lambda: leading(self.ask("lookup", nothing, followed.prompt)))
+            followed.found = self.thread.submit(self.lookup, followed.prompt)
         if not followed.found.done():
-            return None, False
+            return (None if time.monotonic() - followed.asked < PATIENCE else 0), False
         more = max(0, followed.found.result() * self.size - num_computed_tokens)
         return more, more > 0
+
+    def lookup(self, prompt: Blocks) -> int:
+        """Leading blocks that the store has."""
+        return leading(self.guarded(self.store.lookup, np.zeros(len(prompt), bool), prompt))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         followed = self.followed.get(request.request_id)
@@ -182,6 +197,8 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         assert followed.found is not None
         end = followed.found.result()
         first = end - num_external_tokens // self.size
+        while not followed.table[first]:  # a window does not read it: the null block of all requests
+            first += 1
         self.step.loads.append((request.request_id, followed.table[first:end], followed.prompt[first:end]))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
@@ -196,7 +213,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
     def follow(self, step: Step, output: Any, name: str, computed: int, ids: Any, anew: bool) -> None:
         """The table of a request after a step, and the blocks that the step fills."""
         followed = self.followed.get(name)
-        if followed is None:
+        if followed is None or followed.request.mm_features:  # which a session may get later
             return
         if anew:
             followed.table, followed.saved = [], max(followed.saved, computed // self.size)
@@ -207,6 +224,12 @@ class KVPoolConnector(base.KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self.followed.pop(request.request_id, None)
         return False, None
+
+    def reset_cache(self) -> bool:
+        """The weights have changed: no later request finds what was saved, nor is what runs saved under their names."""
+        self.followed.clear()
+        self.epoch = os.urandom(16).hex()
+        return True
 
     # ---- worker
 
@@ -224,20 +247,32 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def load(self, ids: list[int], blocks: Blocks) -> set[int]:
         """Fill blocks of the cache; returns the ids of those that the store does not have."""
+        good = 0
+        for first in range(0, len(ids), PIECE):
+            if good == first:
+                some = slice(first, first + PIECE)
+                good += self.guarded(self.load_some, 0, ids[some], blocks[some])
+        return set(ids[good:])
+
+    def load_some(self, ids: list[int], blocks: Blocks) -> int:
         rows = np.empty((len(ids), self.layout.groups[0].nbytes), np.uint8)
-        good = leading(self.ask("load", np.zeros(len(ids), bool), blocks, rows))
-        at = 0
+        good, at = leading(self.store.load(blocks, rows)), 0
         for layer in self.caches:
             width = layer[0].numel() * layer.element_size()
             part = torch.from_numpy(np.ascontiguousarray(rows[:good, at : at + width]))
             layer[ids[:good]] = part.view(layer.dtype).view(good, *layer.shape[1:]).to(layer.device)
             at += width
-        return set(ids[good:])
+        if self.caches[0].is_cuda:  # vLLM reads on a stream of its own
+            torch.cuda.current_stream(self.caches[0].device).synchronize()
+        return good
 
     def wait_for_save(self) -> None:
         for ids, blocks in self._get_connector_metadata().saves:
-            parts = [layer[ids].cpu().contiguous().view(len(ids), -1).view(torch.uint8) for layer in self.caches]
-            self.ask("store", 0, blocks, torch.cat(parts, 1).numpy())
+            self.guarded(self.save, None, ids, blocks)
+
+    def save(self, ids: list[int], blocks: Blocks) -> None:
+        parts = [layer[ids].cpu().contiguous().view(len(ids), -1).view(torch.uint8) for layer in self.caches]
+        self.store.store(blocks, torch.cat(parts, 1).numpy())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
         done = {name for name, future in self.loading.items() if future.done()}
@@ -256,5 +291,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         """Blocks are saved behind the step, all layers at once."""
 
     def shutdown(self) -> None:
-        self.thread.shutdown(cancel_futures=True)
+        self.thread.shutdown(wait=False, cancel_futures=True)  # a load may hang
+        for path in [path for path, (_, store) in stores.items() if store is self.store]:
+            del stores[path]  # an engine that this process makes later gets a store that is open
         self.store.close()
