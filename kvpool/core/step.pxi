@@ -47,7 +47,7 @@ cdef extern from *:             # a thread may ask for its plan while another on
     """
     bint flag "kv_flag"(const bint* at) noexcept nogil
     void set_flag "kv_set_flag"(bint* at, bint value) noexcept nogil
-    bint seldom "kv_seldom"(bint holds) noexcept nogil      # keeps what follows out of the registers of a loop
+    int seldom "kv_seldom"(bint holds) noexcept nogil       # keeps what follows out of the registers of a loop
 
 
 cdef int step_init(Step* p, int32_t max_rows) noexcept nogil:
