@@ -32,7 +32,8 @@ Why it is so:
 
 `step_check` validates, counts the blocks that are needed and notes which entries must be replaced,
 in all groups; `step_undo_check` takes that back. `step_commit` takes the blocks and moves the
-lengths. `step_pass` and `step_rollback` end a step. `pool_step` (step_calls.pxi) calls all of these.
+lengths; in a steady batch `take_begun` takes them. `step_pass` and `step_rollback` end a step.
+`pool_step` (step_calls.pxi) calls all of these.
 
 The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not
 committed, and nothing that a pending copy reads from it would be overwritten. Holds of pending
@@ -222,7 +223,7 @@ cdef inline bint other_columns_own(const LayerGroup* g, int32_t slot, int64_t in
     return True
 
 
-cdef inline bint tail_is_steady(const LayerGroup* g, const Tail* t, int32_t slot, int64_t position) noexcept nogil:
+cdef inline bint fits_in_tail(const LayerGroup* g, const Tail* t, int32_t slot, int64_t position) noexcept nogil:
     """Whether the token at a position goes into the tail of a row, and nobody else refers to that."""
     return t.next_slot < t.stop_slot and is_own(&g.blocks.block[t.block]) and (
         g.columns == 1 or other_columns_own(g, slot, entry_at(g, held_of(g, slot, position))))
@@ -307,8 +308,8 @@ cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot, int64
     return OK
 
 
-cdef int32_t check_steady(Groups* gs, const Step* p, const int64_t* handle, int32_t first, int32_t end,
-                          const Limits* limits, int64_t* needed, const int64_t* available) noexcept nogil:
+cdef int32_t check_in_tails(Groups* gs, const Step* p, const int64_t* handle, int32_t first, int32_t end,
+                            const Limits* limits, int64_t* needed, const int64_t* available) noexcept nogil:
     """Return the first row from `first` on that does more than put a token into its own tails, and move its states.
 
     Mark those before it. -1: no memory.
@@ -329,7 +330,7 @@ cdef int32_t check_steady(Groups* gs, const Step* p, const int64_t* handle, int3
         for k in range(num_groups):
             g = &gs.group[k]
             if g.kind != STATE_LAYERS:
-                if not tail_is_steady(g, tail_of(g, slot), slot, q.num_tokens):
+                if not fits_in_tail(g, tail_of(g, slot), slot, q.num_tokens):
                     return first
             elif q.num_tokens == 0 or not (moves or is_own(&g.blocks.block[g.table[slot]])):
                 return first
@@ -469,7 +470,7 @@ cdef int step_check(Groups* gs, Step* p, const Ints* handles, const Ints* num_ne
         if advance:
             ones = <int32_t>run_of_ones(num_new, max(i, ones), rows)
             steady = <int32_t>min(<int64_t>ones, i + min(limits.max_tokens - asked, <int64_t>rows))
-            steady = check_steady(gs, p, handle, i, steady, limits, needed, available)
+            steady = check_in_tails(gs, p, handle, i, steady, limits, needed, available)
             if steady < 0:
                 return refused(v, NO_MEMORY, i, rows, 0, 0, 0)
             asked += steady - i
