@@ -14,7 +14,7 @@ from typing import Any
 import h11
 import numpy as np
 
-from benchmarks.serving.metrics import percentiles
+PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Result:
             "tokens_per_cpu_sec": self.num_tokens / self.cpu if self.cpu > 0 else None,
             "grown_nbytes": self.nbytes,
         }
-        series = {
+        series: dict[str, Any] = {
             "ttft": [answer.times[0] - answer.due for answer in right],
             "ttft_cpu": [answer.cpu_times[0] - answer.due_cpu for answer in right],
             "itl": np.concatenate([np.zeros(0), *(np.diff(answer.times) for answer in right)]),
@@ -136,7 +136,12 @@ class Result:
             "whole": [answer.times[-1] - answer.due for answer in right],
         }
         for name, values in series.items():
-            found |= percentiles(f"{name}_ms", 1e3 * np.asarray(values))
+            ms = (
+                np.percentile(1e3 * np.array(values), PERCENTILES).tolist()
+                if len(values)
+                else [None] * len(PERCENTILES)
+            )
+            found |= {f"{name}_ms_p{p}": value for p, value in zip(PERCENTILES, ms, strict=True)}
         return found | self.facts
 
 

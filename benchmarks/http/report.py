@@ -9,9 +9,8 @@ from typing import Any
 
 import kvpool
 from benchmarks.attention.report import Lines, print_table
-from benchmarks.gate import Gate
+from benchmarks.gate import Gate, short
 from benchmarks.http.judge import Result
-from benchmarks.serving.report import number
 from kvpool.cli.console import cpu_model
 
 OURS = "kvpool"
@@ -23,6 +22,11 @@ def figure(runs: Sequence[Result], name: str) -> float | None:
     """Return the median of a figure over runs; None if a run has none."""
     found = [run.as_json()[name] for run in runs]
     return None if None in found else median(found)
+
+
+def number(value: float | None) -> str:
+    """Return a number as tables show it, nothing for None."""
+    return "" if value is None else short(value)
 
 
 def same_texts(runs: Runs) -> float:
