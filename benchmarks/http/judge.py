@@ -97,8 +97,6 @@ class Result:
         CPU seconds of the clients, which are another process.
     nbytes : int
         What the resident memory of the server's process has grown by since it was ready, at its peak.
-    facts : dict
-        What the server says about itself. Nothing is judged by it.
     """
 
     answers: list[Answer] = field(repr=False)
@@ -106,7 +104,6 @@ class Result:
     cpu: float
     clients_cpu: float
     nbytes: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[str]:
@@ -142,7 +139,7 @@ class Result:
                 else [None] * len(PERCENTILES)
             )
             found |= {f"{name}_ms_p{p}": value for p, value in zip(PERCENTILES, ms, strict=True)}
-        return found | self.facts
+        return found
 
 
 def result(asked: dict[str, Any], got: dict[str, Any], **more: Any) -> Result:

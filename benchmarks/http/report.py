@@ -85,8 +85,4 @@ def show(runs: Runs) -> None:
             lines.append((title, name, *(number(figure(found, value)) for value in values)))
             title = ""
     print_table("Milliseconds, by the clock and by the CPU time of the server", lines)
-    for name, found in runs.items():
-        for run in found[:1]:
-            if run.facts:
-                print(f"{name}: {run.facts}")
     print(f"the same text from all servers: {same_texts(runs):.1%} of the chats")
