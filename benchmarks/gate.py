@@ -62,14 +62,15 @@ def as_text(gates: Sequence[Gate]) -> str:
     lines = []
     for gate in gates:
         verdict = "--" if gate.limit is None else "ok" if gate.holds else "NO"
-        value = "not decided" if gate.value is None else f"{_short(gate.value)} {gate.unit}".rstrip()
+        value = "not decided" if gate.value is None else f"{short(gate.value)} {gate.unit}".rstrip()
         sign = "<=" if gate.at_most else ">="
-        limit = "reported" if gate.limit is None else f"{sign} {_short(gate.limit)}"
-        goal = "" if gate.goal is None else f" (goal {_short(gate.goal)})"
+        limit = "reported" if gate.limit is None else f"{sign} {short(gate.limit)}"
+        goal = "" if gate.goal is None else f" (goal {short(gate.goal)})"
         lines.append(f"{verdict} {gate.name:{width}} {value:>14} {limit + goal:<14}  {gate.note}".rstrip())
     judged = [gate for gate in gates if gate.limit is not None]
     return "\n".join([*lines, f"{sum(gate.holds for gate in judged)} of {len(judged)} gates hold"])
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """Return a number with three digits or more."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

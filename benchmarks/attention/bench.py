@@ -23,8 +23,8 @@ class Bench:
     ----------
     kernels : module
         `kvpool_backends.cpu._kernels`, or what looks like it.
-    rivals : dict of str to str
-        Frameworks that dense attention is measured with, and their versions.
+    torch : str or None
+        Its version, if dense attention is measured with it.
     say : callable
         Told what begins now.
     left_out : list of (what, why)
@@ -35,7 +35,7 @@ class Bench:
 
     kernels: Any
     settings: Settings
-    rivals: dict[str, str] = field(default_factory=dict)
+    torch: str | None = None
     say: Callable[[str], None] = lambda text: None
     left_out: list[tuple[str, str]] = field(default_factory=list)
     load: float = field(default_factory=lambda: os.getloadavg()[0])

@@ -34,11 +34,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print what was found; with ``--gates`` 1 if a gate is missed or not decided."""
     from benchmarks.attention import gates, report
     from benchmarks.attention.bench import Bench
-    from benchmarks.attention.dense import installed
+    from benchmarks.attention.dense import torch_version
 
     kernels = load_kernels()
     wanted = settings(args, kernels.num_threads(), kernels.tilings()[kernels.default_isa()]["layout"])
-    bench = Bench(kernels, wanted, installed(wanted.rivals) if "decode" in wanted.parts else {})
+    with_torch = wanted.against == "torch" and "decode" in wanted.parts
+    bench = Bench(kernels, wanted, torch_version() if with_torch else None)
     start = time.perf_counter()
     rows = measure(bench, quiet=args.json)
     seconds = time.perf_counter() - start

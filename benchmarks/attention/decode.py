@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -10,16 +11,13 @@ import numpy as np
 
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import kv_nbytes, padded, random_elements
-from benchmarks.attention.dense import MAKERS, framework_threads, missing_threads
+from benchmarks.attention.dense import torch_attention, torch_threads
 from benchmarks.attention.rows import Row, threads_name, timed
 from kvpool.cli.bench.measure import Contestant
 from kvpool.cli.bench.options import tokens
 
-RIVAL_SECONDS = 1.0
-"""A rival sits out after so long."""
-
-RIVAL_RUN_SECONDS = 2.0
-"""A rival is left out where one run of it would take longer."""
+TORCH_SECONDS = 1.0
+"""Torch sits out after so long."""
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -48,16 +46,13 @@ def count(bench: Bench) -> int:
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """Measure; small cases first, so that a rival's pace there tells how long a larger one will take."""
+    """Measure."""
     s = bench.settings
-    pace: dict[tuple[str, str, int], float] = {}  # seconds per byte of a rival, by name, dtype and threads
-    for dtype in s.dtypes:
-        cases = [Case(dtype, batch, context) for batch, context in product(s.batches, s.contexts)]
-        for case in sorted(cases, key=lambda case: case.num_tokens):
-            yield from case_rows(bench, case, pace)
+    for dtype, batch, context in product(s.dtypes, s.batches, s.contexts):
+        yield from case_rows(bench, Case(dtype, batch, context))
 
 
-def case_rows(bench: Bench, case: Case, pace: dict[tuple[str, str, int], float]) -> Iterator[Row]:
+def case_rows(bench: Bench, case: Case) -> Iterator[Row]:
     """Measure one size for every number of threads, with every block size on the same memory."""
     s, spec, rng = bench.settings, bench.spec(case.dtype), bench.rng(case.batch, case.context)
     per_token = spec.num_kv_heads * spec.head_dim
@@ -69,11 +64,10 @@ def case_rows(bench: Bench, case: Case, pace: dict[tuple[str, str, int], float])
         return
     planes = tuple(random_elements(rng, room * per_token, case.dtype) for _ in "kv")
     used = [plane[: case.num_tokens * per_token] for plane in planes]
-    rivals = [r for r in bench.rivals if bench.fits(f"{r}, {case.name}", pool_nbytes + nbytes)]
-    dense = dense_contexts(bench, case, rng) if rivals else ()
+    with_torch = bench.torch is not None and bench.fits(f"torch, {case.name}", pool_nbytes + nbytes)
+    dense = dense_contexts(bench, case, rng) if with_torch else ()
     for num_threads in s.threads:
         bench.say(f"decode {case.name}, {threads_name(num_threads)}")
-        racing = tuple(r for r in rivals if may_race(bench, r, case, num_threads, pace, nbytes))
         calls = {}
         for block_size in s.block_sizes:
             paged = bench.spec(case.dtype, block_size)
@@ -81,12 +75,12 @@ def case_rows(bench: Bench, case: Case, pace: dict[tuple[str, str, int], float])
                 paged, planes, batch=case.batch, context=case.context, num_threads=num_threads, rng=rng
             )
         errors = {block_size: call.checked_error(rng) for block_size, call in calls.items()}
-        with framework_threads(num_threads, racing):
-            contestants = [Contestant(f"blocks of {size}", call.attend) for size, call in calls.items()]
-            contestants += [Contestant(r, MAKERS[r](*dense, case.dtype), seconds=RIVAL_SECONDS) for r in racing]
+        contestants = [Contestant(f"blocks of {size}", call.attend) for size, call in calls.items()]
+        if with_torch:
+            contestants.append(Contestant("torch", torch_attention(*dense, case.dtype), seconds=TORCH_SECONDS))
+        with torch_threads(num_threads) if with_torch else contextlib.nullcontext():
             race = bench.race(bench.reading(used, num_threads), contestants)
-        times = {r: race.timings[r].best for r in racing if r in race.timings}
-        pace.update({(r, case.dtype, num_threads): seconds / nbytes for r, seconds in times.items()})
+        torch = race.timings["torch"].best if "torch" in race.timings else None
         for block_size, error in errors.items():
             yield Row(
                 part="decode",
@@ -98,7 +92,7 @@ def case_rows(bench: Bench, case: Case, pace: dict[tuple[str, str, int], float])
                 context=case.context,
                 nbytes=nbytes,
                 yardstick="read",
-                dense=times,
+                torch=torch,
                 error=error,
                 **timed(race, f"blocks of {block_size}"),
             )
@@ -111,21 +105,3 @@ def dense_contexts(bench: Bench, case: Case, rng: np.random.Generator) -> Arrays
     q = random_elements(rng, (case.batch, s.num_kv_heads, group, s.head_dim), case.dtype)
     shape = (case.batch, s.num_kv_heads, case.context, s.head_dim)
     return q, random_elements(rng, shape, case.dtype), random_elements(rng, shape, case.dtype)
-
-
-def may_race(
-    bench: Bench,
-    rival: str,
-    case: Case,
-    num_threads: int,
-    pace: dict[tuple[str, str, int], float],
-    nbytes: int,
-) -> bool:
-    """Whether a rival can be measured, in a bearable time; notes what is left out."""
-    why = missing_threads(rival, num_threads)
-    seconds = pace.get((rival, case.dtype, num_threads), 0.0) * nbytes
-    if why is None and seconds > RIVAL_RUN_SECONDS:
-        why = f"one run would take more than {RIVAL_RUN_SECONDS:g} s"
-    if why is not None:
-        bench.left_out.append((f"{rival}, {case.name}, {threads_name(num_threads)}", why))
-    return why is None

@@ -1,4 +1,4 @@
-"""Decode over dense, contiguous K and V with numpy and torch, each in its best form."""
+"""Decode over dense, contiguous K and V by torch, in its best form; and the threads of torch and BLAS."""
 
 from __future__ import annotations
 
@@ -12,33 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.attention.cache import widened
 
-Attention = Callable[[], Any]  # computes, and returns the result: [B, Hk, G, D] of the framework
-
-
-def numpy_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> Attention:
-    """Return attention by BLAS, sequence by sequence; 16-bit caches are widened first, as numpy multiplies none.
-
-    q is ``[B, Hk, G, D]``, k and v are ``[B, Hk, C, D]``, elements of `dtype`.
-    """
-    queries = widened(q, dtype) / np.float32(np.sqrt(q.shape[-1]))
-    out = np.empty((*q.shape[:3], v.shape[-1]), np.float32)
-
-    def attend() -> np.ndarray:
-        for row in range(len(q)):
-            weights = queries[row] @ widened(k[row], dtype).transpose(0, 2, 1)
-            weights -= weights.max(axis=-1, keepdims=True)
-            np.exp(weights, out=weights)
-            weights /= weights.sum(axis=-1, keepdims=True)
-            np.matmul(weights, widened(v[row], dtype), out=out[row])
-        return out
-
-    return attend
-
-
-def torch_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> Attention:
-    """Return torch's SDPA on the same memory.
+def torch_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> Callable[[], Any]:
+    """Return torch's SDPA of q ``[B, Hk, G, D]``, k and v ``[B, Hk, C, D]``, on the same memory.
 
     The query heads of a group are handed over as queries of one head: with ``enable_gqa`` torch is slower.
     """
@@ -51,39 +27,30 @@ def torch_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> 
     return partial(attend, tensor(q), tensor(k), tensor(v))
 
 
-MAKERS: dict[str, Callable[..., Attention]] = {"numpy": numpy_attention, "torch": torch_attention}
-
-
-def installed(names: tuple[str, ...]) -> dict[str, str]:
-    """Return those of `names` that import here, with their versions."""
-    found = {}
-    for name in names:
-        with contextlib.suppress(ImportError):
-            found[name] = str(importlib.import_module(name).__version__)
-    return found
-
-
-def missing_threads(name: str, num_threads: int) -> str | None:
-    """Return why dense attention by `name` cannot be measured with so many threads, None if it can."""
-    if name == "numpy" and num_threads != num_cpus() and importlib.util.find_spec("threadpoolctl") is None:
-        return "numpy's threads are set by threadpoolctl: pip install threadpoolctl"
+def torch_version() -> str | None:
+    """Return the version of torch, None where it does not import."""
+    with contextlib.suppress(ImportError):
+        return str(importlib.import_module("torch").__version__)
     return None
 
 
-def num_cpus() -> int:
-    """Return the CPUs that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 @contextlib.contextmanager
-def framework_threads(num_threads: int, names: tuple[str, ...]) -> Iterator[None]:
-    """Within it, the frameworks in `names` use so many threads, if they let themselves be told."""
-    with contextlib.ExitStack() as stack:
-        if "torch" in names:
-            torch: Any = importlib.import_module("torch")
-            stack.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(num_threads)
-        if "numpy" in names and importlib.util.find_spec("threadpoolctl"):
-            stack.enter_context(importlib.import_module("threadpoolctl").threadpool_limits(num_threads, "blas"))
-        yield
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Within it, torch uses so many threads."""
+    torch: Any = importlib.import_module("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    yield
+    torch.set_num_threads(before)
+
+
+def blas_threads(num_threads: int) -> contextlib.AbstractContextManager[Any] | None:
+    """Return a context in which numpy's BLAS uses so many threads, None where it cannot be told to."""
+    if importlib.util.find_spec("threadpoolctl"):
+        limits: contextlib.AbstractContextManager[Any] = importlib.import_module("threadpoolctl").threadpool_limits(
+            num_threads, "blas"
+        )
+        return limits
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    num_cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return contextlib.nullcontext() if num_threads == num_cpus else None

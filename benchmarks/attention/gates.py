@@ -67,8 +67,17 @@ def decode_gates(dtype: str, rows: list[Row], settings: Settings, isa: str) -> l
     gates = [worst(f"decode {dtype}", "x read", *limits, True, able, lambda row: row.ratio)]
     if isa == "portable":
         return gates
-    against_torch = [row for row in able if "torch" in row.dense]
-    gates.append(worst(f"decode {dtype} against torch", "x faster", *TORCH, False, against_torch, faster_than_torch))
+    against_torch = [row for row in able if row.torch is not None]
+    gates.append(
+        worst(
+            f"decode {dtype} against torch",
+            "x faster",
+            *TORCH,
+            False,
+            against_torch,
+            lambda row: (row.torch or 0) / row.best,
+        )
+    )
     asked = 1 in settings.batches and NUM_TOKENS in settings.contexts and len(settings.threads) > 1
     if asked and dtype == "float32":  # the only one whose K and V of a single context of 16k exceed caches
         alone = {row.threads: row for row in able if row.batch == 1 and row.context == NUM_TOKENS}
@@ -108,11 +117,6 @@ def is_able_scores(row: Row) -> bool:
 def is_standard(settings: Settings) -> bool:
     """Whether the heads are those that the gates speak of."""
     return (settings.num_q_heads, settings.num_kv_heads, settings.head_dim) == HEADS
-
-
-def faster_than_torch(row: Row) -> float:
-    """Return how many times faster than torch."""
-    return row.dense["torch"] / row.best
 
 
 def worst(

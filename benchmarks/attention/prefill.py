@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.cache import kv_nbytes, padded, random_elements
-from benchmarks.attention.dense import framework_threads, missing_threads
+from benchmarks.attention.dense import blas_threads
 from benchmarks.attention.rows import Row, threads_name, timed
 from kvpool.cli.bench.measure import Contestant
 from kvpool.cli.bench.options import tokens
@@ -44,13 +44,14 @@ def rows(bench: Bench) -> Iterator[Row]:
         for num_threads in s.threads:
             name = f"prefill {dtype}, {NUM_QUERIES} of {tokens(CONTEXT)} tokens, {threads_name(num_threads)}"
             bench.say(name)
-            if why := missing_threads("numpy", num_threads):
-                bench.left_out.append((name, why))
+            threads = blas_threads(num_threads)
+            if threads is None:
+                bench.left_out.append((name, "numpy's threads are set by threadpoolctl: pip install threadpoolctl"))
                 continue
             size = {"batch": 1, "context": CONTEXT, "num_queries": NUM_QUERIES, "num_threads": num_threads}
             call = bench.call(spec, planes, **size, rng=rng)
             error = call.checked_error(rng)
-            with framework_threads(num_threads, ("numpy",)):
+            with threads:
                 race = bench.race(sgemm, [Contestant("prefill", call.attend)])
             yield Row(
                 part="prefill",

@@ -15,7 +15,6 @@ import kvpool
 from benchmarks.attention.bench import Bench
 from benchmarks.attention.gates import BLOCK_SIZE
 from benchmarks.attention.rows import Row
-from benchmarks.attention.settings import RIVALS
 from benchmarks.gate import Gate, as_text, held
 from kvpool.cli.bench.options import tokens
 from kvpool.cli.console import cache_nbytes, cpu_model, huge_pages
@@ -38,7 +37,7 @@ def as_json(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: f
             "load_before": bench.load,
         },
         "isa": bench.isa,
-        "versions": {"python": platform.python_version(), "numpy": np.__version__} | bench.rivals,
+        "versions": {"python": platform.python_version(), "numpy": np.__version__, "torch": bench.torch},
         "settings": asdict(bench.settings),
         "rows": [row.as_json() for row in rows],
         "left_out": [{"what": what, "why": why} for what, why in bench.left_out],
@@ -50,7 +49,7 @@ def as_json(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: f
 
 def show(bench: Bench, rows: Sequence[Row], gates: Sequence[Gate], seconds: float) -> None:
     """Print tables, what was left out, and which gates hold."""
-    versions = ", ".join(f"{name} {version}" for name, version in bench.rivals.items())
+    versions = f"torch {bench.torch}" if bench.torch else ""
     print(f"{cpu_model()}, kernels for {bench.isa}, layout {bench.settings.layout}{versions and f'; {versions}'}")
     print(f"load before: {bench.load:.1f}{', others were at work' if bench.load > 0.5 else ''}\n")
     title = "Decode: time / time to read the same K and V; how many times faster than dense attention"
@@ -70,10 +69,9 @@ def decode_lines(rows: Sequence[Row]) -> Lines:
     if not decode:
         return []
     sizes = sorted({row.block_size for row in decode})
-    rivals = [rival for rival in RIVALS if any(rival in row.dense for row in decode)]
     main = BLOCK_SIZE if BLOCK_SIZE in sizes else sizes[0]
     head = ("dtype", "batch x context", "K+V", "threads", "read", f"blocks of {main}", "")
-    lines: Lines = [(*head, *(f"/ read, {size}" for size in sizes), *rivals, "")]
+    lines: Lines = [(*head, *(f"/ read, {size}" for size in sizes), "torch", "")]
     for _, group in groupby(decode, key=lambda row: (row.dtype, row.batch, row.context, row.threads)):
         by_size = {row.block_size: row for row in group}
         row = by_size[main]
@@ -88,7 +86,7 @@ def decode_lines(rows: Sequence[Row]) -> Lines:
                 f"{row.best * 1e3:.2f} ms",
                 f"{row.rate:.1f} GB/s",
                 *(f"{by_size[size].ratio:.2f}" for size in sizes),
-                *(f"{row.dense[rival] / row.best:.1f}x" if rival in row.dense else "" for rival in rivals),
+                "" if row.torch is None else f"{row.torch / row.best:.1f}x",
                 ", ".join(remarks),
             )
         )

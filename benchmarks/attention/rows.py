@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvpool.cli.bench.measure import Race
@@ -31,8 +31,8 @@ class Row:
         Rounds that count, and rounds whose yardstick was disturbed.
     is_complete : bool
         Whether as many rounds count as were asked for.
-    dense : dict of str to float
-        Decode only: least time of attention over dense, contiguous K and V, by framework.
+    torch : float, optional
+        Decode only: least time of torch's attention over dense, contiguous K and V.
     error : float, optional
         Largest difference from float64 attention, as a share of the largest result of a head.
     scores_nbytes : int, optional
@@ -55,7 +55,7 @@ class Row:
     repetitions: int
     rejected: int
     is_complete: bool
-    dense: dict[str, float] = field(default_factory=dict)
+    torch: float | None = None
     error: float | None = None
     scores_nbytes: int | None = None
 

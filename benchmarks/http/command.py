@@ -21,8 +21,8 @@ from benchmarks.http.judge import Result
 from benchmarks.http.report import OURS
 from benchmarks.http.servers import SERVERS, measure
 from benchmarks.http.workload import Shape
-from benchmarks.serving.settings import lengths, rate
-from kvpool.cli.console import CommandError, whole
+from benchmarks.serving.workload import Lengths
+from kvpool.cli.console import CommandError, real, whole
 
 __all__ = ["add_arguments", "run"]
 
@@ -99,9 +99,12 @@ def judged(part: str, names: list[str], model: str, repetitions: int) -> list[Ga
 def shape_of(args: argparse.Namespace) -> Shape:
     """Return the workload that the arguments ask for."""
     for name in ("user", "output"):
-        lengths(name, getattr(args, name))
+        try:
+            Lengths.parse(getattr(args, name))
+        except ValueError as exc:
+            raise CommandError(f"--{name} {exc}") from None
     counts = {name.replace("-", "_"): whole(f"--{name}", getattr(args, name.replace("-", "_"))) for name in NUMBERS}
-    return Shape(rate=rate(args.rate), user=args.user, output=args.output, **counts)
+    return Shape(rate=real("--rate", args.rate, 0.001), user=args.user, output=args.output, **counts)
 
 
 def measured(names: list[str], model: str, shape: Shape, repetitions: int, *, quiet: bool) -> dict[str, list[Result]]:

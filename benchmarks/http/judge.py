@@ -14,7 +14,7 @@ from typing import Any
 import h11
 import numpy as np
 
-from benchmarks.serving.metrics import percentiles
+PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,6 @@ class Result:
         CPU seconds of the clients, which are another process.
     nbytes : int
         What the resident memory of the server's process has grown by since it was ready, at its peak.
-    facts : dict
-        What the server says about itself. Nothing is judged by it.
     """
 
     answers: list[Answer] = field(repr=False)
@@ -106,7 +104,6 @@ class Result:
     cpu: float
     clients_cpu: float
     nbytes: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[str]:
@@ -128,7 +125,7 @@ class Result:
             "tokens_per_cpu_sec": self.num_tokens / self.cpu if self.cpu > 0 else None,
             "grown_nbytes": self.nbytes,
         }
-        series = {
+        series: dict[str, Any] = {
             "ttft": [answer.times[0] - answer.due for answer in right],
             "ttft_cpu": [answer.cpu_times[0] - answer.due_cpu for answer in right],
             "itl": np.concatenate([np.zeros(0), *(np.diff(answer.times) for answer in right)]),
@@ -136,8 +133,13 @@ class Result:
             "whole": [answer.times[-1] - answer.due for answer in right],
         }
         for name, values in series.items():
-            found |= percentiles(f"{name}_ms", 1e3 * np.asarray(values))
-        return found | self.facts
+            ms = (
+                np.percentile(1e3 * np.array(values), PERCENTILES).tolist()
+                if len(values)
+                else [None] * len(PERCENTILES)
+            )
+            found |= {f"{name}_ms_p{p}": value for p, value in zip(PERCENTILES, ms, strict=True)}
+        return found
 
 
 def result(asked: dict[str, Any], got: dict[str, Any], **more: Any) -> Result:

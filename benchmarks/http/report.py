@@ -9,9 +9,8 @@ from typing import Any
 
 import kvpool
 from benchmarks.attention.report import Lines, print_table
-from benchmarks.gate import Gate
+from benchmarks.gate import Gate, short
 from benchmarks.http.judge import Result
-from benchmarks.serving.report import number
 from kvpool.cli.console import cpu_model
 
 OURS = "kvpool"
@@ -23,6 +22,11 @@ def figure(runs: Sequence[Result], name: str) -> float | None:
     """Return the median of a figure over runs; None if a run has none."""
     found = [run.as_json()[name] for run in runs]
     return None if None in found else median(found)
+
+
+def number(value: float | None) -> str:
+    """Return a number as tables show it, nothing for None."""
+    return "" if value is None else short(value)
 
 
 def same_texts(runs: Runs) -> float:
@@ -81,8 +85,4 @@ def show(runs: Runs) -> None:
             lines.append((title, name, *(number(figure(found, value)) for value in values)))
             title = ""
     print_table("Milliseconds, by the clock and by the CPU time of the server", lines)
-    for name, found in runs.items():
-        for run in found[:1]:
-            if run.facts:
-                print(f"{name}: {run.facts}")
     print(f"the same text from all servers: {same_texts(runs):.1%} of the chats")

@@ -34,11 +34,10 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *(*_STOCK, "--decode-concurrency", f"{RUNNING}", "--prompt-cache-size", "256"),
         *("--prompt-concurrency", "1", "--prefill-step-size", "256"),
     ),
-    "stock, 64": (*_STOCK, "--decode-concurrency", f"{RUNNING}"),
     "stock": _STOCK,
 }
-"""Arguments of the interpreter. "stock" is mlx-lm's server as it ships, and "stock, 64" runs as many requests at a time
-as ours. "stock, tuned" was the fastest of twelve settings that we tried with the default workload and the tiny model.
+"""Arguments of the interpreter. "stock" is mlx-lm's server as it ships, and "stock, tuned" the fastest of twelve
+settings that we tried with the default workload and the tiny model.
 """
 
 
@@ -112,15 +111,4 @@ def measure(arguments: Sequence[str], model: str, chats: Sequence[Chat], warm_up
         before = server.kilobytes("VmRSS")
         asked, got = send(server, chats)
         grown = 1024 * (server.kilobytes("VmHWM") - before)
-        return replace(result(asked, got), nbytes=grown, facts=pool_facts(server))
-
-
-def pool_facts(server: Server) -> dict[str, Any]:
-    """Return what a server of ours says about its pool; nothing for another one."""
-    try:
-        lines = server.get("/metrics").splitlines()
-    except OSError:
-        return {}
-    values = dict(line.rsplit(" ", 1) for line in lines if line[:1] not in ("#", ""))
-    names = ("kvpool_blocks_used_peak", "kvpool_preemptions_total", "kvpool_steps_total", "kvpool_prefix_hits_total")
-    return {name.removeprefix("kvpool_"): float(values[name]) for name in names if name in values}
+        return replace(result(asked, got), nbytes=grown)

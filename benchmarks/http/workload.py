@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.workload import Lengths, poisson_arrivals
+from benchmarks.serving.workload import Lengths
 
 LETTERS = np.array(list(string.ascii_letters + string.digits + " "))
 
@@ -62,7 +62,7 @@ class Shape:
 
         systems = [text(self.system_tokens) for _ in range(self.systems)]
         columns = (
-            poisson_arrivals(self.requests, self.rate, for_arrivals).tolist(),
+            np.cumsum(for_arrivals.exponential(1 / self.rate, self.requests)).tolist(),
             for_texts.integers(0, self.systems, self.requests).tolist(),
             Lengths.parse(self.user).draw(for_users, self.requests).tolist(),
             Lengths.parse(self.output).draw(for_outputs, self.requests).tolist(),

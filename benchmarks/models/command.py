@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from benchmarks.gate import as_text, held
 from kvpool.cli.console import CommandError, whole
@@ -26,9 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gates", action="store_true", help="bytes of all files, the capacity of Gemma 4 31B, and times of six files"
     )
     parser.add_argument("--batch", default="1,4,16", metavar="N,...", help="with --gates: rows (default: %(default)s)")
-    parser.add_argument(
-        "--keep", type=Path, metavar="FILE", help="with --gates: write results to FILE, measure what is not there"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +32,6 @@ def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
     from benchmarks.models import gates, report, subjects
-    from benchmarks.models.kept import Kept
 
     mx.set_default_device(mx.cpu)
     names = subjects.FILES if args.files is None else tuple(args.files.split(","))
@@ -51,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.gates:
         rows = [whole("--batch", text) for text in args.batch.split(",")]
-        decided = gates.measure(names, rows, repetitions, Kept(args.keep, repetitions, say))
+        decided = list(gates.measure(names, rows, repetitions, say))
         print(json.dumps([gate.as_json() for gate in decided], indent=2) if args.json else as_text(decided))
         return 0 if held(decided) else 1
     lines = list(report.measure(names, repetitions, say))

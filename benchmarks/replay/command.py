@@ -26,13 +26,8 @@ def run_groups(args: argparse.Namespace) -> int:
     from benchmarks.replay import replay, report
     from kvpool.errors import CapacityExceeded
 
-    if args.policy not in (None, "P1"):
-        raise CommandError(f"--policy {args.policy}: layer groups are a matter of P1")
-    if args.samples != "1":
-        raise CommandError(f"--samples {args.samples}: only P2 has samples")
-    check_plot(args.plot)
-    if args.plot is not None and args.sweep is None:
-        raise CommandError("--plot with --groups draws a sweep of pools: it needs --sweep")
+    if args.plot is not None:
+        raise CommandError("--plot draws a replay without --groups")
     concurrency = whole("--concurrency", args.concurrency)
     size = BLOCK_SIZE if args.block_size is None else whole("--block-size", args.block_size)
     shape = shape_of(args.groups, size, concurrency)
@@ -48,8 +43,6 @@ def run_groups(args: argparse.Namespace) -> int:
                 runs.append(report.hybrid_facts(result, shape))
     except (ValueError, CapacityExceeded, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory for this pool") from None
-    if args.plot is not None:
-        draw_groups(args, trace, shape, runs)
     if args.json:
         facts = {"trace": report.trace_facts(trace), "model": report.shape_facts(shape), "runs": runs}
         print(json.dumps(facts, indent=2))
@@ -57,8 +50,6 @@ def run_groups(args: argparse.Namespace) -> int:
     print(report.describe_trace(trace))
     print(report.describe_shape(args.groups, shape))
     print(report.describe_hybrid(runs[0]) if args.sweep is None else report.describe_hybrid_sweep(runs))
-    if args.plot is not None:
-        print(f"Drawn in {args.plot}")
     return 0
 
 
@@ -91,16 +82,6 @@ def budget(args: argparse.Namespace, text: str, shape: HybridShape) -> int:
     return whole(option, str(nbytes(option, text) // shape.block_nbytes))
 
 
-def draw_groups(args: argparse.Namespace, trace: Trace, shape: HybridShape, runs: list[dict[str, Any]]) -> None:
-    """Write the picture."""
-    from benchmarks.replay import plot
-
-    try:
-        plot.draw_hybrid_sweep(args.plot, f"{trace.name}, {args.groups}", runs)
-    except OSError as exc:
-        raise CommandError(f"--plot {args.plot}: {exc.strerror or exc}") from None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. Numbers are read by `run`, which says in one line what is wrong with one."""
     parser.add_argument(
@@ -116,24 +97,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--num-blocks", "N", None, "usable blocks (default: enough for any C requests at a time)"),
         ("--block-size", "TOKENS", None, "tokens per block (default: the trace's, 16 without hash ids)"),
         ("--concurrency", "C", "16", "most requests that run at a time (default: %(default)s)"),
-        ("--samples", "K", "1", "sequences per request, P2 only (default: %(default)s)"),
         ("--limit", "ROWS", None, "replay only the first ROWS requests"),
         ("--trace-block-size", "TOKENS", None, "tokens per hash id, when it is not Mooncake's 512"),
         ("--seed", "S", "1", "of --synthetic (default: %(default)s)"),
         ("--sessions", "S", "24", "conversations of --synthetic (default: %(default)s)"),
-        ("--store-blocks", "N", None, "blocks of a store behind the pool, the least recently used leave (P1)"),
+        ("--store-blocks", "N", None, "blocks of a store behind the pool, the least recently used leave"),
     )
     for name, metavar, default, text in numbers:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument(
-        "--policy",
-        help="P1: prefix cache, closed loop, preempts when blocks run out; P2: K samples per prompt by fork and"
-        " copy-on-write, no prefix cache (default: P1)",
-    )
-    parser.add_argument("--sweep", metavar="N1,N2,...", help="compare pools of these sizes (P1)")
-    parser.add_argument(
-        "--ops", type=Path, metavar="FILE", help="instead of a trace: calls of RecordedPool, checked"
-    )
+    parser.add_argument("--sweep", metavar="N1,N2,...", help="compare pools of these sizes")
+    parser.add_argument("--ops", type=Path, metavar="FILE", help="instead of a trace: calls of RecordedPool, checked")
     parser.add_argument(
         "--minimise", action="store_true", help="with --ops: the fewest calls that still fail, when they do"
     )
@@ -141,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--groups",
         metavar="MODEL",
-        help="what the layers of a model keep: qwen3_5, gemma4, gpt_oss, or a config.json (P1); --num-blocks and"
+        help="what the layers of a model keep: qwen3_5, gemma4, gpt_oss, or a config.json; --num-blocks and"
         " --sweep then take blocks, or sizes such as 64GiB; --block-size is 16 by default",
     )
 
@@ -154,18 +127,17 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--minimise needs --ops FILE")
     if args.groups is not None:
         return run_groups(args)
-    args.policy = args.policy or "P1"
     from benchmarks.replay import replay, report
     from kvpool.errors import CapacityExceeded
 
     sizes = pool_sizes(args)
     options: dict[str, Any] = {
-        "policy": args.policy,
         "block_size": number(args, "block_size"),
         "concurrency": number(args, "concurrency"),
-        "samples": number(args, "samples"),
     }
     check_plot(args.plot)
+    if args.plot is not None and args.sweep is not None:
+        raise CommandError("--plot draws one replay: leave --sweep out")
     trace = load_trace(args)
     results = []
     try:
@@ -177,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, CapacityExceeded, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory for this pool") from None
     if args.plot is not None:
-        draw(args, trace, results)
+        draw(args, trace, results[0])
     if args.json:
         runs = [report.result_facts(result) for result in results]
         print(json.dumps({"trace": report.trace_facts(trace), "runs": runs}, indent=2))
@@ -239,14 +211,10 @@ def store_of(args: argparse.Namespace, block_size: int) -> Any:
 
 def pool_sizes(args: argparse.Namespace) -> list[int | None]:
     """Return the pools to replay, in blocks; None: as many as are always enough."""
-    if args.policy not in ("P1", "P2"):
-        raise CommandError(f"--policy {args.policy}: there are P1 and P2")
     if args.sweep is None:
         return [number(args, "num_blocks")]
     if args.num_blocks is not None:
         raise CommandError("--sweep and --num-blocks exclude each other")
-    if args.policy != "P1":
-        raise CommandError("--sweep compares pools that can be too small: P1 only")
     return [whole("--sweep", text, 1) for text in args.sweep.split(",")]
 
 
@@ -271,15 +239,12 @@ def load_trace(args: argparse.Namespace) -> Trace:
     return trace if limit is None else trace.head(limit)
 
 
-def draw(args: argparse.Namespace, trace: Trace, results: list[Result]) -> None:
+def draw(args: argparse.Namespace, trace: Trace, result: Result) -> None:
     """Write the picture."""
     from benchmarks.replay import plot
 
     try:
-        if args.sweep is None:
-            plot.draw_timeline(args.plot, trace.name, results[0])
-        else:
-            plot.draw_sweep(args.plot, trace.name, results)
+        plot.draw(args.plot, trace.name, result)
     except OSError as exc:
         raise CommandError(f"--plot {args.plot}: {exc.strerror or exc}") from None
 

@@ -1,4 +1,4 @@
-"""A replay's results as a PNG; needs matplotlib."""
+"""A replay as a PNG; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ NUM_SAMPLES = 1200  # points of time drawn
 NUM_SPANS = 60  # of time, each with its own hit rate
 
 
-def draw_timeline(path: Path, trace_name: str, result: Result) -> None:
-    """Write the picture of one replay: blocks in use over its steps, and the hit rate (P1) or sequences (P2)."""
+def draw(path: Path, trace_name: str, result: Result) -> None:
+    """Write the picture of one replay: blocks in use over its steps, and the hit rate."""
     steps, used, sequences, hits, looked_up = np.array([(0, 0, 0, 0, 0), *result.occupancy.timeline]).T
     end = int(steps[-1])  # 0 when every request was rejected
     marks = np.linspace(0, end, min(NUM_SAMPLES, end) + 1)
     at = np.minimum(np.searchsorted(steps, marks), len(steps) - 1)
     static = sequences * -(-result.occupancy.reserved_tokens // result.block_size)
-    drawn = _picture(f"{trace_name}: {result.num_blocks:,} blocks of {result.block_size} tokens")
+    drawn = Picture(
+        (9, 6.2),
+        f"{trace_name}: {result.num_blocks:,} blocks of {result.block_size} tokens",
+        grid={"nrows": 2, "sharex": True, "height_ratios": (3, 2)},
+        room={"left": 0.09, "right": 0.97, "top": 0.87, "bottom": 0.09, "hspace": 0.26},
+    )
     top, bottom = drawn.panels[:, 0]
 
     top.fill_between(marks, used[at], step="pre", color=BLOCKS_LIGHT, linewidth=0)
@@ -35,62 +40,15 @@ def draw_timeline(path: Path, trace_name: str, result: Result) -> None:
     _name(top, "Blocks in use", "blocks")
     legend(top, ncols=3)
 
-    if result.policy == "P1":
-        edges, rates = _hit_rates(steps, hits, looked_up)
-        bottom.stairs(100 * rates, edges, color=BLOCKS, linewidth=1.4, baseline=None)
-        bottom.axhline(100 * result.hit_rate, color=MUTED, linewidth=0.9, linestyle=DASHED)
-        bottom.set_ylim(0, 109)
-        _name(bottom, f"Hit rate over time, {result.hit_rate:.1%} in all", "%")
-    else:
-        bottom.step(marks, sequences[at], where="pre", color=BLOCKS, linewidth=1.2)
-        bottom.set_ylim(0, 1.12 * max(int(sequences.max()), 1))
-        _name(bottom, f"Sequences, {result.samples} per request", "sequences")
+    edges, rates = _hit_rates(steps, hits, looked_up)
+    bottom.stairs(100 * rates, edges, color=BLOCKS, linewidth=1.4, baseline=None)
+    bottom.axhline(100 * result.hit_rate, color=MUTED, linewidth=0.9, linestyle=DASHED)
+    bottom.set_ylim(0, 109)
+    _name(bottom, f"Hit rate over time, {result.hit_rate:.1%} in all", "%")
     for axes in (top, bottom):
         axes.set_xlim(0, max(end, 1))
     bottom.xaxis.set_major_formatter("{x:,.0f}")
     bottom.set_xlabel("engine steps (each running sequence gains one token per step)", color=MUTED)
-    drawn.save(path)
-
-
-def draw_sweep(path: Path, trace_name: str, results: list[Result]) -> None:
-    """Write the picture of a sweep: hit rate, and requests preempted or rejected, over pool sizes."""
-    results = sorted(results, key=lambda result: result.num_blocks)
-    sizes = [result.num_blocks for result in results]
-    drawn = _picture(f"{trace_name}: which pool is enough")
-    top, bottom = drawn.panels[:, 0]
-    rates = [100 * result.counters["first_hit_rate"] for result in results]
-    top.plot(sizes, rates, color=BLOCKS, marker="o", linewidth=1.6)
-    top.set_ylim(0, 105)
-    _name(top, "Hit rate of first admissions", "%")
-    for counter, color in (("preemptions", OTHER), ("rejected", INK)):
-        counts = [result.counters[counter] for result in results]
-        bottom.plot(sizes, counts, color=color, marker="o", linewidth=1.4, label=counter)
-    bottom.set_ylim(bottom=0)
-    legend(bottom)
-    _name(bottom, "Requests that had to go", "requests")
-    bottom.set_xscale("log", base=2)
-    bottom.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    bottom.minorticks_off()
-    bottom.set_xlabel(f"usable blocks of {results[0].block_size} tokens", color=MUTED)
-    drawn.save(path)
-
-
-def draw_hybrid_sweep(path: Path, name_of: str, runs: list[dict[str, Any]]) -> None:
-    """Write the picture of a sweep of pools with layer groups: tokens that a cache could have saved, over bytes."""
-    runs = sorted(runs, key=lambda run: run["nbytes"])
-    sizes = [run["nbytes"] / 2**30 for run in runs]
-    drawn = _picture(f"{name_of}: which pool is enough")
-    top, bottom = drawn.panels[:, 0]
-    top.plot(sizes, [run["avoidable_tokens"] / 1e6 for run in runs], color=BLOCKS, marker="o", linewidth=1.6)
-    top.set_ylim(bottom=0)
-    name(top, "Tokens computed beyond what no cache can avoid", "million")
-    bottom.plot(sizes, [run["checkpoint_hits"] for run in runs], color=OTHER, marker="o", linewidth=1.4)
-    bottom.set_ylim(bottom=0)
-    _name(bottom, "Admissions that began at a checkpoint", "admissions")
-    bottom.set_xscale("log", base=2)
-    bottom.set_xticks(sizes, [f"{size:,.4g}" for size in sizes])
-    bottom.minorticks_off()
-    bottom.set_xlabel("GiB for KV and checkpoints", color=MUTED)
     drawn.save(path)
 
 
@@ -102,12 +60,6 @@ def _hit_rates(steps: Any, hits: Any, looked_up: Any) -> tuple[Any, Any]:
     edges = np.concatenate(([0], steps[last]))
     edges[-1] = steps[-1]
     return edges, hit / np.maximum(asked, 1)
-
-
-def _picture(title: str) -> Picture:
-    """Two panels."""
-    room = {"left": 0.09, "right": 0.97, "top": 0.87, "bottom": 0.09, "hspace": 0.26}
-    return Picture((9, 6.2), title, grid={"nrows": 2, "sharex": True, "height_ratios": (3, 2)}, room=room)
 
 
 def _name(axes: Any, title: str, unit: str) -> None:

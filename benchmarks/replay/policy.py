@@ -1,4 +1,4 @@
-"""The policy: a closed loop with a prefix cache (P1), or with samples that are forks of their prompt (P2).
+"""The policy: a closed loop with a prefix cache.
 
 A trace is replayed through the public calls of `kvpool.Pool`, as fast as the pool allows: arrival times are not
 looked at, at most C requests run at a time. A step gives one token to every running sequence, in the order of
@@ -22,7 +22,7 @@ from benchmarks.replay.results import Occupancy, Result
 from benchmarks.replay.shapes import HybridShape
 from benchmarks.replay.trace import Trace, paths_of, shareable_blocks, unique_blocks
 from kvpool import Plan, Pool
-from kvpool.errors import CapacityExceeded, OutOfBlocks
+from kvpool.errors import OutOfBlocks
 from kvpool.scheduler.needs import Needs
 
 INT32_MAX = 2**31 - 1
@@ -78,9 +78,6 @@ class Replay:
     goes to the head of the queue; admitted again, its prompt may hit the cache, its generated tokens are computed
     again. A request alone in the pool that needs one more block is rejected, or it would preempt itself for ever.
 
-    With `forks` there is no prefix cache: every prompt is continued by sequences that share its blocks until they write
-    (copy-on-write), and the pool must hold everything: `blocks_needed` of them always suffice.
-
     Parameters
     ----------
     trace : Trace
@@ -92,10 +89,6 @@ class Replay:
         Most requests that run at a time.
     shape : HybridShape, optional
         What a model keeps; None: one full group.
-    forks : bool
-        The policy is P2, not P1.
-    samples : int
-        Sequences per request, with `forks`.
     store : kvpool.store.BlockStore, optional
         A tier behind the pool, see `replay`.
     """
@@ -108,38 +101,34 @@ class Replay:
         concurrency: int,
         *,
         shape: HybridShape | None = None,
-        forks: bool = False,
-        samples: int = 1,
         store: Any = None,
     ) -> None:
         self.trace, self.num_blocks, self.block_size = trace, num_blocks, block_size
-        self.concurrency, self.samples = min(concurrency, len(trace)), samples
-        self.shape, self.forks, self.store = shape, forks, store
+        self.concurrency, self.shape, self.store = min(concurrency, len(trace)), shape, store
         # The token that a prefill computes is the first of the answer: there is at least one.
         lengths = zip(trace.prompts.tolist(), trace.outputs.tolist(), strict=True)
         self.waiting = deque(Request(row, n, max(m, 1)) for row, (n, m) in enumerate(lengths))
         self.running: list[Request] = []
         longest = max(request.prompt + request.output for request in self.waiting)
-        rows = self.concurrency * samples
         self.pool = Pool(
             num_blocks + 1,
             block_size,
             reserved_blocks=1,
-            max_seqs=rows,
+            max_seqs=self.concurrency,
             # One more than there are: a sequence that wants more than all blocks has to find none, not a limit.
             max_blocks_per_seq=min(-(-longest // block_size), num_blocks + 1),
             in_order=True,
-            prefix_cache=not forks,
+            prefix_cache=True,
             groups=None if shape is None else shape.groups,
         )
-        self.plan = Plan(self.pool, rows, INT32_MAX, formats=("seq_lens",))
+        self.plan = Plan(self.pool, self.concurrency, INT32_MAX, formats=("seq_lens",))
         self.needs = Needs(self.pool, CHUNK)
         self.occupancy = Occupancy(block_size, longest)
         self.costs: dict[str, tuple[int, int]] = {}
         self.admissions = self.finished = self.rejected = self.preemptions = 0
-        self.decode_tokens = self.peak_running = self.peak_ref = 0
+        self.decode_tokens = self.peak_running = 0
         self.hit_tokens = self.computed_tokens = self.loaded_tokens = self.first_hit_tokens = 0
-        self.shared_blocks = 0  # references beyond the first, and on cached blocks
+        self.shared_blocks = 0  # found in the cache
         self.is_head_refused = False
         self.was_admitted = np.zeros(len(trace), np.bool_)
         self.events = hashlib.sha256()
@@ -154,16 +143,14 @@ class Replay:
             self._serve(progress)
             stats = self.pool.stats()
             return Result(
-                policy="P2" if self.forks else "P1",
                 num_blocks=self.num_blocks,
                 block_size=self.block_size,
                 concurrency=self.concurrency,
-                samples=self.samples,
                 counters=self.counters(),
                 occupancy=self.occupancy,
                 costs=self.costs,
                 block_operations=2 * (stats.allocs + self.shared_blocks),  # each is released again
-                peak_sequences=self.peak_running * self.samples,
+                peak_sequences=self.peak_running,
             )
 
     def _serve(self, progress: Callable[[int], None]) -> None:
@@ -195,23 +182,12 @@ class Replay:
         # Other requests that grow never help the head: it is asked again after a release.
         while self.waiting and len(self.running) < self.concurrency and not self.is_head_refused:
             request = self.waiting[0]
-            if self.fork(request) if self.forks else self.open(request):
+            if self.open(request):
                 self.running.append(self.waiting.popleft())
             elif self.running:
                 self.is_head_refused = True
             else:
                 self.reject(self.waiting.popleft())
-
-    def fork(self, request: Request) -> bool:
-        """Compute the prompt, and fork its sequence."""
-        parent = self.call("open", request.prompt)
-        self.call("step", self.plan, [parent], request.prompt)
-        self.computed_tokens += request.prompt
-        children = self.call("fork", parent, self.samples - 1).tolist() if self.samples > 1 else []
-        request.handles = [parent, *children]
-        self.shared_blocks += len(children) * -(-request.prompt // self.block_size)
-        self.peak_ref = max(self.peak_ref, self.pool.blocks.refcount(int(self.pool.table(parent)[0])))
-        return True
 
     def open(self, request: Request) -> bool:
         """Open the request's sequence and compute its prompt; tell whether there were blocks for it."""
@@ -312,8 +288,8 @@ class Replay:
         self.occupancy.add(
             steps,
             self.pool.stats().used,
-            self.samples * sum(request.length for request in self.running),
-            self.samples * len(self.running),
+            sum(request.length for request in self.running),
+            len(self.running),
             self.hit_tokens,
             self.hit_tokens + self.computed_tokens + self.loaded_tokens,
         )
@@ -338,12 +314,10 @@ class Replay:
         try:
             self.call("step", self.plan, handles, steps)
         except OutOfBlocks as short:
-            if self.forks:
-                raise
             return self.grow(requests[: short.row], steps) if short.row else 0
         for request in requests:
             request.generated += steps
-        self.decode_tokens += steps * len(requests) * self.samples
+        self.decode_tokens += steps * len(requests)
         return len(requests)
 
     def make_room(self) -> None:
@@ -381,13 +355,11 @@ class Replay:
 
     def counters(self) -> dict[str, Any]:
         """Return what was counted, by name. With a shape: what no cache can avoid, and what became of checkpoints."""
-        if self.forks:
-            return self.counters_of_forks()
         found = self.counters_of_prefixes()
         return found if self.shape is None else found | self.counters_of_groups(self.shape)
 
     def counters_of_prefixes(self) -> dict[str, Any]:
-        """Return the counters of P1; ``used_block_steps`` sums the blocks in use at the end of each step."""
+        """Return the counters of any pool; ``used_block_steps`` sums the blocks in use at the end of each step."""
         stats, prompt_tokens = self.pool.stats(), int(self.trace.prompts.sum())
         store = {} if self.store is None else {"loaded_tokens": self.loaded_tokens}
         return {
@@ -413,20 +385,6 @@ class Replay:
             "event_sha256": self.events.hexdigest(),
         }
 
-    def counters_of_forks(self) -> dict[str, Any]:
-        """Return the counters of P2; ``frees`` are blocks that lost their last reference."""
-        stats = self.pool.stats()
-        return {
-            "allocs": stats.allocs,
-            "cow_copies": stats.cow_copies,
-            "copied_tokens": stats.cow_tokens,
-            "peak_used": stats.peak_used,
-            "peak_ref": self.peak_ref,
-            "frees": stats.allocs - stats.used,
-            "steps": self.occupancy.steps,
-            "decode_tokens": self.decode_tokens,
-        }
-
     def counters_of_groups(self, shape: HybridShape) -> dict[str, Any]:
         """Return what a model with layer groups is measured by."""
         size = self.block_size
@@ -444,95 +402,69 @@ class Replay:
         }
 
 
-def blocks_needed(trace: Trace, block_size: int, concurrency: int, samples: int) -> int:
-    """Return blocks that hold any `concurrency` requests of the trace at once, each with `samples` sequences."""
+def blocks_needed(trace: Trace, block_size: int, concurrency: int) -> int:
+    """Return blocks that hold any `concurrency` requests of the trace at once."""
     blocks = -(-(trace.prompts + np.maximum(trace.outputs, 1)) // block_size)
-    return int(np.sort(blocks)[-concurrency:].sum()) * samples
+    return int(np.sort(blocks)[-concurrency:].sum())
 
 
 def replay(
     trace: Trace,
     *,
-    policy: str = "P1",
     shape: HybridShape | None = None,
     num_blocks: int | None = None,
     block_size: int | None = None,
     concurrency: int = 16,
-    samples: int = 1,
     store: Any = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Result:
-    """Replay a trace through a pool and return what happened.
+    """Replay a trace through a pool and return what happened: see `Replay`.
 
     Parameters
     ----------
     trace : Trace
-    policy : {"P1", "P2"}
-        A prefix cache, or forks of each prompt: see `Replay`.
     shape : HybridShape, optional
-        P1 only: what a model keeps, in the layer groups of the pool. Its base block divides the trace's. Default: one
-        full group.
+        What a model keeps, in the layer groups of the pool. Its base block divides the trace's. Default: one full
+        group.
     num_blocks : int, optional
         Usable blocks of the pool; one reserved block comes on top. Default: `blocks_needed`, which always suffice.
     block_size : int, optional
         Tokens per block. Default: the shape's, else the trace's, or 16 for a trace without ids.
     concurrency : int
         Most requests at a time.
-    samples : int
-        Sequences per request, P2 only.
     store : kvpool.store.BlockStore, optional
-        P1 only: a tier behind the pool, of a layout with one group, blocks of `block_size` tokens and one byte. What
-        it has behind a hit is loaded, not computed; what is computed is stored.
+        A tier behind the pool, of a layout with one group, blocks of `block_size` tokens and one byte. What it has
+        behind a hit is loaded, not computed; what is computed is stored.
     progress : callable
         Called with the number of requests that are through, whenever it changes.
 
     Raises
     ------
     ValueError
-        If an option is out of range, or does not belong to the policy, or P2 has too few blocks.
+        If an option is out of range, or does not fit the others.
     """
     if block_size is None:
         block_size = shape.block_size if shape is not None else trace.block_size or 16
-    _check(trace, policy, shape, num_blocks, block_size, concurrency, samples, store)
-    enough = blocks_needed(trace, block_size, concurrency, samples)
-    num_blocks = enough if num_blocks is None else num_blocks
-    if policy == "P1":
-        return Replay(trace, num_blocks, block_size, concurrency, shape=shape, store=store).run(progress)
-    try:
-        return Replay(trace, num_blocks, block_size, concurrency, forks=True, samples=samples).run(progress)
-    except (OutOfBlocks, CapacityExceeded):
-        message = f"[replay] num_blocks is too small for P2 ({num_blocks}), {enough} are always enough"
-        raise ValueError(message) from None
+    _check(trace, shape, num_blocks, block_size, concurrency, store)
+    num_blocks = blocks_needed(trace, block_size, concurrency) if num_blocks is None else num_blocks
+    return Replay(trace, num_blocks, block_size, concurrency, shape=shape, store=store).run(progress)
 
 
 def _check(
-    trace: Trace,
-    policy: str,
-    shape: HybridShape | None,
-    num_blocks: int | None,
-    block_size: int,
-    concurrency: int,
-    samples: int,
-    store: Any,
+    trace: Trace, shape: HybridShape | None, num_blocks: int | None, block_size: int, concurrency: int, store: Any
 ) -> None:
     """Refuse what `replay` cannot do."""
     if len(trace) == 0:
         raise ValueError("[replay] the trace has no request (0), at least 1")
-    numbers = {"block_size": block_size, "concurrency": concurrency, "samples": samples}
+    numbers = {"block_size": block_size, "concurrency": concurrency}
     for name, value in (numbers if num_blocks is None else {"num_blocks": num_blocks, **numbers}).items():
         if value < 1:
             raise ValueError(f"[replay] {name} is out of range ({value}), at least 1")
-    if policy not in ("P1", "P2"):
-        raise ValueError(f"[replay] there is no such policy ({policy}): P1, P2")
-    if policy == "P1" and samples != 1:
-        raise ValueError(f"[replay] samples are a matter of P2 ({samples})")
     if shape is not None and num_blocks is None:
         raise ValueError("[replay] a shape needs num_blocks, the usable blocks of the pool")
-    if policy == "P2" and shape is not None:
-        raise ValueError("[replay] a shape is a matter of P1 (P2)")
     groups = [(block_size, 1)] if store is None else [(group.block_size, group.nbytes) for group in store.layout.groups]
-    if groups != [(block_size, 1)] or (store is not None and (policy != "P1" or shape is not None)):
-        raise ValueError(f"[replay] a store is a matter of P1 ({policy}), of blocks of {block_size} tokens and 1 byte")
+    if groups != [(block_size, 1)] or (store is not None and shape is not None):
+        raise ValueError(f"[replay] a store has one group, of blocks of {block_size} tokens and 1 byte, and no shape")
     if shape is not None and block_size != shape.block_size:
         raise ValueError(f"[replay] block_size is {block_size}, the shape has {shape.block_size}: leave it out")
     if shape is not None and trace.block_size % shape.grain:

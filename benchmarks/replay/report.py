@@ -30,11 +30,9 @@ def result_facts(result: Result) -> dict[str, Any]:
     occupancy = result.occupancy
     steps = max(occupancy.steps, 1)
     return {
-        "policy": result.policy,
         "num_blocks": result.num_blocks,
         "block_size": result.block_size,
         "concurrency": result.concurrency,
-        "samples": result.samples,
         **result.counters,
         "hit_rate": result.hit_rate,
         "mean_used": occupancy.used_block_steps / steps,
@@ -63,17 +61,8 @@ def describe(result: Result) -> str:
     """Return one replay as aligned lines."""
     facts = result_facts(result)
     pool = f"{result.num_blocks:,} blocks of {result.block_size} tokens"
-    if result.policy == "P1":
-        title = f"P1, prefix cache: {pool}, at most {result.concurrency} requests at a time"
-        rows = _prefix_rows(facts)
-    else:
-        title = f"P2, {result.samples} samples per prompt: {pool}, at most {result.concurrency} requests at a time"
-        copies = f"{facts['cow_copies']:,} blocks, {facts['copied_tokens']:,} tokens"
-        rows = [
-            ("copied on write", copies),
-            ("most references", f"{facts['peak_ref']:,} on one block"),
-            ("blocks taken", f"{facts['allocs']:,}"),
-        ]
+    title = f"Prefix cache: {pool}, at most {result.concurrency} requests at a time"
+    rows = _prefix_rows(facts)
     rows += [
         ("generated tokens", f"{facts['decode_tokens']:,} in {facts['steps']:,} steps"),
         ("blocks in use", f"peak {facts['peak_used']:,}, mean {facts['mean_used']:,.1f}"),
@@ -155,9 +144,7 @@ def table(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> s
     """Return a line of names, and one for each row; `columns` says how a row is shown."""
     lines = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
+    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
 def smallest_enough(results: list[Result]) -> Result | None:
@@ -202,7 +189,6 @@ def shape_facts(shape: HybridShape) -> dict[str, Any]:
 def hybrid_facts(result: Result, shape: HybridShape) -> dict[str, Any]:
     """Return everything a replay through a pool counted, ready for JSON. Costs are nanoseconds."""
     return {
-        "policy": result.policy,
         "num_blocks": result.num_blocks,
         "nbytes": result.num_blocks * shape.block_nbytes,
         "concurrency": result.concurrency,
@@ -224,7 +210,7 @@ def describe_shape(model: str, shape: HybridShape) -> str:
 def describe_hybrid(facts: dict[str, Any]) -> str:
     """Return one replay through a pool as aligned lines, from its facts."""
     title = (
-        f"P1, prefix cache with layer groups: {facts['num_blocks']:,} blocks, {format_nbytes(facts['nbytes'])},"
+        f"Prefix cache with layer groups: {facts['num_blocks']:,} blocks, {format_nbytes(facts['nbytes'])},"
         f" at most {facts['concurrency']} requests at a time"
     )
     written = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in facts["written_nbytes"].items())

@@ -58,27 +58,24 @@ class Result:
 
     Attributes
     ----------
-    policy : str
     num_blocks, block_size : int
         The pool; usable blocks.
-    concurrency, samples : int
-        The most requests at a time, and sequences per request.
+    concurrency : int
+        The most requests at a time.
     counters : dict
         The policy's counters by name, in the order of its definition.
     occupancy : Occupancy
     costs : dict
         Per call of the pool: (number of calls, nanoseconds in all).
     block_operations : int
-        Blocks taken, found in the cache, shared by forks, and released.
+        Blocks taken, found in the cache, and released.
     peak_sequences : int
         Most sequences at a time.
     """
 
-    policy: str
     num_blocks: int
     block_size: int
     concurrency: int
-    samples: int
     counters: dict[str, Any]
     occupancy: Occupancy
     costs: dict[str, tuple[int, int]]
@@ -92,7 +89,7 @@ class Result:
 
     @property
     def hit_rate(self) -> float:
-        """Hit tokens / tokens looked up, repeated admissions included; 0.0 without a prefix cache."""
+        """Hit tokens / tokens looked up, repeated admissions included."""
         hit, *others = (self.counters.get(f"{name}_tokens", 0) for name in ("hit", "computed", "loaded"))
         return _ratio(hit, hit + sum(others))
 

@@ -1,6 +1,5 @@
-"""Serving under an open loop: workloads, a harness with a clock, phases and latencies. Knows no framework.
+"""Serving without a network: kvpool's engine beside mlx-lm's own, in one process: ``python -m benchmarks.serving``.
 
-Requests arrive when they arrive, whether the server keeps up or not. `harness.serve` drives any `Server` with a
-`Workload` and returns a `Record` of every tick and every token; `phases` and `metrics` say what it means. The command
-is ``python -m benchmarks.serving``. Not imported with kvpool.
+`workload` makes the requests, `lm` has both engines and their models, `harness` lets them work in turns and times each
+step, and `gates` says what has to hold.
 """

@@ -18,7 +18,7 @@ from mlx_lm.utils import save_config, save_model
 from numpy.typing import NDArray
 
 from benchmarks.serving.harness import Tick
-from benchmarks.serving.paged import Observer
+from benchmarks.serving.workload import Workload
 from kvpool import Request
 from kvpool.adapters.mlx_lm import loading, tiny
 from kvpool.adapters.mlx_lm.engine import Engine
@@ -88,6 +88,7 @@ def save(name: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+BLOCK_SIZE = 16
 PROMPT_CACHES, PROMPTS = 10, 8
 """Sequences that mlx-lm's server remembers, and prompts that it computes at a time, by default."""
 
@@ -113,9 +114,7 @@ class StockServer:
         turn, and leave there the shared prefix and what they computed, as mlx-lm's server does.
     """
 
-    def __init__(
-        self, model: Any, batch: int, *, chunk: int, block_nbytes: int, shared_prefix: int = 0
-    ) -> None:
+    def __init__(self, model: Any, batch: int, *, chunk: int, block_nbytes: int, shared_prefix: int = 0) -> None:
         prompts = min(batch, PROMPTS)
         self.generator = BatchGenerator(
             model,
@@ -176,15 +175,13 @@ class StockServer:
     def describe(self) -> Tick:
         """The last step. Its caches are counted as they are now."""
         prompts, responses = self._answers
-        tick = Tick(decodes=len(responses), emitted=np.array([self._numbers[r.uid] for r in responses], np.int64))
+        tick = Tick(tokens=len(responses), decodes=len(responses))
         for response in prompts:
             done = response.progress[0]
             tick.prefill_tokens += done - self._prefilled.get(response.uid, 0)
             self._prefilled[response.uid] = done
         for response in responses:
             self.tokens[self._numbers[response.uid]].append(response.token)
-        tick.running = len(self._prefilled)
-        tick.waiting = len(self._waiting) + len(self._numbers) - tick.running
         for response in responses:
             if response.finish_reason is not None:
                 del self._numbers[response.uid], self._prefilled[response.uid]
@@ -202,9 +199,10 @@ class StockServer:
         return kept + sum(cache.nbytes for batch in batches for cache in batch.prompt_cache)
 
     def close(self) -> None:
-        """Let the engine go."""
+        """Let the engine go; the answers stay."""
         mx.synchronize()
         self.generator.close()
+        del self.generator, self.prompt_cache
 
 
 class EngineServer:
@@ -218,31 +216,27 @@ class EngineServer:
         Of the engine.
     """
 
-    def __init__(
-        self, model: Any, num_blocks: int, block_size: int, max_running: int, samples: int = 1, **options: Any
-    ) -> None:
+    def __init__(self, model: Any, num_blocks: int, block_size: int, max_running: int, **options: Any) -> None:
         self.engine = Engine(model, num_blocks + 1, block_size=block_size, max_running=max_running, **options)
-        self.samples = samples
         self.tokens: dict[int, list[int]] = {}
-        self.pool, self.scheduler = self.engine.kv.pool, self.engine.scheduler
-        self._observer = Observer(self.scheduler, self.pool, max_running, samples)
-        self._update = self.scheduler.update
-        self.scheduler.update = self._observed  # type: ignore[method-assign, assignment]
+        self._update = self.engine.scheduler.update
+        self.engine.scheduler.update = self._observed  # type: ignore[method-assign, assignment]
         self._tick = Tick()
-        self._emitted: list[int] = []
+        self._emitted = 0
         self._ended: list[Any] = []
 
     def _observed(self, step: Step, *results: Any) -> list[Output]:
-        self._tick = self._observer.see(step)
+        self._tick.decodes = step.num_decodes
+        self._tick.prefill_tokens = len(step.tokens) - step.num_decodes
+        self._tick.blocks_in_use = self.engine.kv.pool.stats().used
         return self._update(step, *results)
 
     def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
         """Take a request. Its listener counts for the engine: it is part of the time of a step."""
-        first = number * self.samples
-        self.engine.submit(
-            Request(prompt, max_tokens, id=number, n=self.samples),
-            on_token=lambda event: self._emitted.append(first + event.index),
-        )
+        self.engine.submit(Request(prompt, max_tokens, id=number), on_token=self._count)
+
+    def _count(self, event: Any) -> None:
+        self._emitted += 1
 
     @property
     def is_busy(self) -> bool:
@@ -251,8 +245,7 @@ class EngineServer:
 
     def tick(self) -> None:
         """One step of the engine."""
-        self._tick = Tick()
-        self._emitted.clear()
+        self._tick, self._emitted = Tick(), 0
         self._ended = self.engine.step()
 
     def settle(self) -> None:
@@ -262,23 +255,30 @@ class EngineServer:
     def describe(self) -> Tick:
         """The last step."""
         for completion in self._ended:
-            for sample in completion.samples:
-                self.tokens[completion.id * self.samples + sample.output.index] = sample.tokens.tolist()
+            self.tokens[completion.id] = completion.samples[0].tokens.tolist()
         self._ended = []
-        self._tick.emitted = np.array(self._emitted, np.int64)
+        self._tick.tokens = self._emitted
         return self._tick
 
-    @property
-    def token_nbytes(self) -> int:
-        """Bytes of K and V of one token in all layers."""
-        spec = self.engine.kv.backend.spec
-        return int(spec.block_nbytes // spec.block_size)
-
-    @property
-    def route(self) -> str:
-        """How the model attends."""
-        return str(self.engine.kv.route)
-
     def close(self) -> None:
-        """Give everything back."""
+        """Give everything back; the answers stay."""
         self.engine.close()
+        del self.engine, self._update
+
+
+class Bench:
+    """A model, and the engines that serve it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model, self.vocab_size = load(name)
+
+    def server(self, name: str, workload: Workload, batch: int, chunk: int) -> Any:
+        """Return a fresh engine: "kvpool" or "stock"."""
+        if name == "stock":
+            nbytes = block_nbytes(self.model, BLOCK_SIZE)
+            shared = workload.shared_prefix
+            return StockServer(self.model, batch, chunk=chunk, block_nbytes=nbytes, shared_prefix=shared)
+        num_blocks = batch * -(-workload.longest // BLOCK_SIZE)
+        options = {"max_step_tokens": batch + chunk, "prefill_chunk": chunk}
+        return EngineServer(self.model, num_blocks, BLOCK_SIZE, batch, **options)

@@ -13,7 +13,6 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_models import on_cpu
 
 from benchmarks.models import gates, held, report, subjects
-from benchmarks.models.kept import Kept
 from benchmarks.models.subjects import Beside
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.cache_hook import Hook
@@ -70,7 +69,7 @@ def test_bytes_of_filled_caches_are_those_of_a_run(name, num_rows):
 
 
 def test_bytes_of_every_file_are_at_most_those_of_mlx_lm():
-    gate = gates.bytes_gate(subjects.FILES, Kept(None, 0, print))
+    gate = gates.bytes_gate(subjects.FILES)
     print(gate)
     assert gate.holds
 

@@ -1,8 +1,8 @@
 """Replayed traces give the golden numbers: every counter, and the digest of what happened in which order.
 
-Those of P1 come from `simulator`, which plays the rules of rules_full.md; those of P2 from the text in their file's
-``policy`` member. The synthetic trace needs no file, so its part always runs. ``KVPOOL_TRACES`` names a folder with the
-other traces and P2's numbers; ``KVPOOL_REPLAY_FULL=1`` adds the full traces (`make test-golden-full`, minutes).
+The numbers come from `simulator`, which plays the rules of rules_full.md. The synthetic trace needs no file, so its
+part always runs. ``KVPOOL_TRACES`` names a folder with the other traces; ``KVPOOL_REPLAY_FULL=1`` adds the full traces
+(`make test-golden-full`, minutes).
 """
 
 import hashlib
@@ -18,26 +18,23 @@ from benchmarks.replay import read_trace, replay, synthetic_trace
 from benchmarks.replay.shapes import hybrid_shape
 
 SYNTH = json.loads((Path(__file__).parents[1] / "data" / "golden_synth.json").read_text())["results"]
-P1 = json.loads(Path(__file__).with_name("golden_traces.json").read_text())["results"]
+RECORDED = json.loads(Path(__file__).with_name("golden_traces.json").read_text())["results"]
 TRACES = os.environ.get("KVPOOL_TRACES")
 IS_FULL = os.environ.get("KVPOOL_REPLAY_FULL", "0") not in ("", "0")
-PARAMETERS = {"trace", "seed", "sessions", "rows", "trace_sha256", "N", "b", "C", "K", "limit"}
+PARAMETERS = {"trace", "seed", "sessions", "rows", "trace_sha256", "N", "b", "C", "limit"}
 
 
-def golden_entries(policy):
-    """The entries of a policy as test parameters; one that is skipped when there is no folder of traces."""
+def golden_entries():
+    """The entries as test parameters; one that is skipped when there is no folder of traces."""
     if TRACES is None:
         reason = "KVPOOL_TRACES is not set: it names the folder with the traces"
         return [pytest.param(None, marks=pytest.mark.skip(reason=reason), id="no-traces")]
-    if policy == "P1":
-        entries = [entry for entry in P1 if IS_FULL or entry["trace"].startswith("tiny")]
-    else:
-        entries = json.loads((Path(TRACES) / "golden_fork_tiny.json").read_text())["results"]
+    entries = [entry for entry in RECORDED if IS_FULL or entry["trace"].startswith("tiny")]
     return [pytest.param(entry, id=entry_id(entry)) for entry in entries]
 
 
 def entry_id(entry):
-    names = ("trace", "seed", "sessions", "N", "b", "C", "K", "limit")
+    names = ("trace", "seed", "sessions", "N", "b", "C", "limit")
     return "-".join(f"{name}{entry[name]}" for name in names if entry.get(name) is not None)
 
 
@@ -48,17 +45,9 @@ def trace_of(entry):
     return trace if entry["limit"] is None else trace.head(entry["limit"])
 
 
-def check_counters(entry, trace, policy):
+def check_counters(entry, trace):
     """Replay, and compare every number of a golden entry."""
-    samples, num_blocks = entry.get("K", 1), entry.get("N")
-    result = replay(
-        trace,
-        policy=policy,
-        num_blocks=num_blocks,
-        block_size=entry["b"],
-        concurrency=entry["C"],
-        samples=samples,
-    )
+    result = replay(trace, num_blocks=entry.get("N"), block_size=entry["b"], concurrency=entry["C"])
     assert result.counters == {name: value for name, value in entry.items() if name not in PARAMETERS}
 
 
@@ -79,19 +68,14 @@ def test_synthetic_trace_gives_the_golden_numbers(entry):
     trace = synthetic_trace(entry["seed"], entry["sessions"], 16)
     assert len(trace) == entry["rows"]
     assert rows_digest(trace) == entry["trace_sha256"]
-    check_counters(entry, trace, "P1")
+    check_counters(entry, trace)
     check_simulator(entry, simulator.rows_of(trace), 16)
 
 
-@pytest.mark.parametrize("entry", golden_entries("P1"))
+@pytest.mark.parametrize("entry", golden_entries())
 def test_recorded_traces_give_the_golden_numbers(entry):
-    check_counters(entry, trace_of(entry), "P1")
+    check_counters(entry, trace_of(entry))
     check_simulator(entry, *simulator.read_rows(Path(TRACES) / entry["trace"], entry["limit"]))
-
-
-@pytest.mark.parametrize("entry", golden_entries("P2"))
-def test_forked_samples_give_the_golden_numbers(entry):
-    check_counters(entry, trace_of(entry), "P2")
 
 
 def test_lone_request_that_fills_the_pool_exactly_is_rejected():
@@ -158,24 +142,13 @@ def test_utilization_of_several_steps_in_one_call_sums_the_tokens_of_each():
     assert (occupancy.steps, occupancy.token_steps, occupancy.sequence_steps) == (4, 2 + 3 + 4, 3)
 
 
-def test_samples_in_a_pool_that_is_too_small_are_refused():
-    with pytest.raises(ValueError, match=r"^\[replay\] num_blocks .*\(9\), 16 are"):
-        replay(make_trace([(8, 8, [0, 1])]), policy="P2", num_blocks=9, samples=4)
-    replay(make_trace([(8, 8, [0, 1])]), policy="P2", num_blocks=10, samples=4)  # 2 shared, 2 more for each
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"trace": synthetic_trace().head(0), "num_blocks": 4}, "no request"),
-        ({"policy": "P3", "num_blocks": 4}, "P3"),
         ({"shape": hybrid_shape("qwen3_5", 4, 1)}, "num_blocks"),
         ({"num_blocks": 0}, "num_blocks"),
-        ({"num_blocks": 4, "policy": "P2", "shape": hybrid_shape("qwen3_5", 4, 1)}, "a shape is a matter of P1"),
         ({"num_blocks": 4, "block_size": 2, "shape": hybrid_shape("qwen3_5", 4, 1)}, "block_size is 2"),
-        ({"num_blocks": 4, "samples": 2}, "samples"),
-        ({"num_blocks": 4, "samples": 0}, "samples"),
-        ({"num_blocks": 4, "samples": 0, "policy": "P2"}, "samples"),
         ({"num_blocks": 4, "concurrency": 0}, "concurrency"),
         ({"num_blocks": 4, "block_size": 0}, "block_size"),
     ],

@@ -36,7 +36,7 @@ CORE_NAME = re.compile(
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool/serving/", "kvpool_backends/mlx/"),
     *("kvpool/cli/report.py", "kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py"),
-    *("benchmarks/quality/models.py", "benchmarks/quality/control.py"),
+    "benchmarks/quality.py",
     *("kvpool/cli/demo/", "kvpool/cli/doctor.py", "benchmarks/demo/lm.py", "benchmarks/tiny_families.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
