@@ -67,7 +67,30 @@ def read(app, docname, source):
     source[0] = text.replace("](../", f"]({FILES}")
 
 
+def called(app, what, name, obj, options, signature, result):
+    """Leave `self`, which Cython writes out, and private parameters out of a signature."""
+    words = [word.strip() for word in (signature or "()").strip("()").split(",")]
+    shown = [word for word in words if word != "self" and not word.startswith("_")]
+    return (f"({', '.join(shown)})" if len(shown) < len(words) else signature), result
+
+
+def keep(app, what, name, obj, options, lines):
+    """Remember the text of an attribute: napoleon would take what stands before a colon for its type."""
+    if what in ("attribute", "property"):
+        app.kept = name, list(lines)
+
+
+def restore(app, what, name, obj, options, lines):
+    """Undo what napoleon has made of the text of an attribute."""
+    if what in ("attribute", "property"):
+        assert app.kept[0] == name
+        lines[:] = app.kept[1]
+
+
 def setup(app):
     app.connect("builder-inited", begin)
     app.connect("source-read", read)
+    app.connect("autodoc-process-signature", called)
+    app.connect("autodoc-process-docstring", keep, priority=499)  # napoleon: 500
+    app.connect("autodoc-process-docstring", restore, priority=501)
     app.connect("build-finished", lambda app, error: shutil.rmtree(HERE / "api"))
