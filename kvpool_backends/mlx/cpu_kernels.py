@@ -34,8 +34,7 @@ from kvpool.spec import LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.checks import block_ids, check_layer, checked_import, checked_keep, checked_results, gathered
 from kvpool_backends.cpu._kernels import BlockStore
 from kvpool_backends.cpu.backend import default_layout, gather_rows
-from kvpool_backends.mlx.base import BaseBackend
-from kvpool_backends.mlx.storage import DTYPES, PoolMemory
+from kvpool_backends.mlx.base import DTYPES, BaseBackend, PoolMemory
 
 _LINE_NBYTES = 64  # of a cache line: a vector load touches one
 _SMALL = 4096  # elements that are copied in less time than a stream of MLX takes to answer

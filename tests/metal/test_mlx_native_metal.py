@@ -23,11 +23,11 @@ from kvpool.config import KVSpec
 from kvpool.testing.dense import round_to
 from kvpool_backends.cpu import default_isa
 from kvpool_backends.mlx import MLXBackend
+from kvpool_backends.mlx.base import DTYPES
 from kvpool_backends.mlx.native import load, loading
 from kvpool_backends.mlx.native.build import compile_module
 from kvpool_backends.mlx.native.metal import metal_texts
 from kvpool_backends.mlx.native.pool import InPlacePool
-from kvpool_backends.mlx.storage import DTYPES
 
 STORED = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 NUM_BLOCKS = 6

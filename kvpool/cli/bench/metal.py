@@ -140,7 +140,7 @@ def case_rows(case: Case, block_sizes: Sequence[int], repetitions: int) -> Itera
     """
     import mlx.core as mx
 
-    from kvpool_backends.mlx.storage import DTYPES as ELEMENTS
+    from kvpool_backends.mlx.base import DTYPES as ELEMENTS
 
     mx.random.seed(case.seed)
     dtype, dim = ELEMENTS[case.dtype], case.head_dim
