@@ -1,7 +1,7 @@
 """`Evictor`: a policy at work on the sequences of a pool: takes scores in, lets tokens leave between two steps.
 
-`Memory` is what the policy knows of the sequences of a batch, and its choice. What one step has seen is kept as it is until the next one begins, so nothing waits for it, and a step that is taken
-back leaves no trace.
+`Memory` is what the policy knows of the sequences of a batch, and its choice. What one step has seen is kept as it is
+until the next one begins, so nothing waits for it, and a step that is taken back leaves no trace.
 """
 
 from __future__ import annotations
