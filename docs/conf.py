@@ -1,5 +1,6 @@
 """The docs site: the pages of this folder, README as its start, and API pages from the docstrings. `make docs`."""
 
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -68,10 +69,11 @@ def read(app, docname, source):
 
 
 def called(app, what, name, obj, options, signature, result):
-    """Leave `self`, which Cython writes out, and private parameters out of a signature."""
-    words = [word.strip() for word in (signature or "()").strip("()").split(",")]
-    shown = [word for word in words if word != "self" and not word.startswith("_")]
-    return (f"({', '.join(shown)})" if len(shown) < len(words) else signature), result
+    """Write a signature as callers read it: no `self`, which Cython has, no private parameter, no path of a module."""
+    if signature in (None, "(*args, **kwargs)"):  # of an attribute, of a protocol
+        return signature and "", result
+    words = re.sub(r"<module '(\w+)' from [^>]*>", r"\1", signature.replace("<factory>", "..."))[1:-1].split(", ")
+    return f"({', '.join(word for word in words if word != 'self' and not word.startswith('_'))})", result
 
 
 def keep(app, what, name, obj, options, lines):
