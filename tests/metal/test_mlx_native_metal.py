@@ -78,7 +78,7 @@ class OnMetal:
         slots = np.asarray(slots, np.int64)
         step = self.module.step(1, NUM_BLOCKS, spec.block_size, slots, 0, None, None, None)
         launches, _, _ = self.record(layer, step=step, k=k, v=v)
-        self.expected._store.write(layer, k, v, slots)
+        self.expected.store.write(layer, k, v, slots)
         return launches
 
     def run(self, launches, names, dtypes):

@@ -69,7 +69,7 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
                 self.spec,
                 self.num_blocks,
                 self._pool,
-                isa=self._store.isa,
+                isa=self.store.isa,
                 on_gpu=True,
                 metal=metal_texts(self._module, self.spec),
             )
