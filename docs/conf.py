@@ -1,5 +1,6 @@
 """The docs site: the pages of this folder, README as its start, and API pages from the docstrings. `make docs`."""
 
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -67,7 +68,31 @@ def read(app, docname, source):
     source[0] = text.replace("](../", f"]({FILES}")
 
 
+def called(app, what, name, obj, options, signature, result):
+    """Write a signature as callers read it: no `self`, which Cython has, no private parameter, no path of a module."""
+    if signature in (None, "(*args, **kwargs)"):  # of an attribute, of a protocol
+        return signature and "", result
+    words = re.sub(r"<module '(\w+)' from [^>]*>", r"\1", signature.replace("<factory>", "..."))[1:-1].split(", ")
+    return f"({', '.join(word for word in words if word != 'self' and not word.startswith('_'))})", result
+
+
+def keep(app, what, name, obj, options, lines):
+    """Remember the text of an attribute: napoleon would take what stands before a colon for its type."""
+    if what in ("attribute", "property"):
+        app.kept = name, list(lines)
+
+
+def restore(app, what, name, obj, options, lines):
+    """Undo what napoleon has made of the text of an attribute."""
+    if what in ("attribute", "property"):
+        assert app.kept[0] == name
+        lines[:] = app.kept[1]
+
+
 def setup(app):
     app.connect("builder-inited", begin)
     app.connect("source-read", read)
+    app.connect("autodoc-process-signature", called)
+    app.connect("autodoc-process-docstring", keep, priority=499)  # napoleon: 500
+    app.connect("autodoc-process-docstring", restore, priority=501)
     app.connect("build-finished", lambda app, error: shutil.rmtree(HERE / "api"))

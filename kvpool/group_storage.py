@@ -191,10 +191,10 @@ class GroupStorage:
         One entry per group of the pool. A group of blocks has the `KVSpec` of one column, or a sequence of them: the
         layers of the column one after the other, where heads or dimensions change from layer to layer. A state group
         has a sequence of `StateArray`, or None: then somebody else keeps its states.
-    layers : sequence of pairs or None, optional
-        A pair (group, index) for each layer of the model: which layer of which group holds its keys and values; None
-        where there are none. By default the layers of the groups in their order. A layer that names a place which an
-        earlier one has shares its keys and values: it attends and reads, owns no bytes and may not write.
+    layers : sequence of (int, int) or None, optional
+        For each layer of the model the group, and the layer of it, that hold its keys and values; None if it has none.
+        By default the layers of the groups in their order. A layer that names a place which an earlier one has shares
+        its keys and values: it attends and reads, owns no bytes and may not write.
     xp : module
         The framework of the states' arrays: numpy, or ``mlx.core``.
 

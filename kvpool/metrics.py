@@ -1,7 +1,7 @@
-"""Statistics for Prometheus: text in its exposition format, version 0.0.4, and a collector for its client library.
+"""Statistics for Prometheus: values, and a collector for its client library.
 
-Needs the standard library only; `Collector` needs the package prometheus-client when it is asked. Names do not change
-between releases; counters end in ``_total``. Sizes are in blocks and tokens.
+`Collector` needs the package prometheus-client when it is asked. Names do not change between releases; counters end in
+``_total``. Sizes are in blocks and tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from kvpool.groups import Group, arenas_of
 from kvpool.stats import PrefixStats
 
 NO_PREFIX = PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0)
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of an HTTP answer with `prometheus_text`."""
 
 
 class Metric(NamedTuple):
@@ -36,41 +34,12 @@ class Metric(NamedTuple):
     samples: tuple[tuple[Mapping[str, str], float], ...]
 
 
-def prometheus_text(
-    pool: Any,
-    scheduler: Any = None,
-    extra: Iterable[Metric] = (),
-    labels: Mapping[str, str] | None = None,
-) -> str:
-    """The statistics of a pool, and of a scheduler on it, as Prometheus reads them.
-
-    Parameters
-    ----------
-    pool : kvpool.Pool
-        It may be in use by other threads.
-    scheduler : kvpool.Scheduler, optional
-    extra : metrics, optional
-        Metrics of the caller, written after these.
-    labels : mapping, optional
-        Added to every sample, for example the name of one of several pools.
-
-    Notes
-    -----
-    O(1): nothing is recomputed. With layer groups, counts of blocks have the label ``arena``; ``kvpool_group_info``
-    says which group has its blocks where.
-    """
-    lines = []
-    for metric in [*metrics_of(pool, scheduler), *extra]:
-        lines += [f"# HELP {metric.name} {_escaped(metric.help)}", f"# TYPE {metric.name} {metric.kind}"]
-        for own, value in metric.samples:
-            pairs = [f'{name}="{_escaped(text, quote=True)}"' for name, text in {**(labels or {}), **own}.items()]
-            where = f"{{{','.join(pairs)}}}" if pairs else ""
-            lines.append(f"{metric.name}{where} {value:.17g}")
-    return "\n".join(lines) + "\n"
-
-
 def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
-    """The metrics that `prometheus_text` writes, as values."""
+    """The metrics of a pool, and of a scheduler on it. O(1): nothing is recomputed.
+
+    With layer groups, counts of blocks have the label ``arena``; ``kvpool_group_info`` says which group has its blocks
+    where. The pool may be in use by other threads.
+    """
     groups: tuple[Group, ...] = pool.options.groups
     arenas = [pool.stats(arena) for arena in range(1 + max(arenas_of(groups)))]
     labels = [{}] if len(arenas) == 1 else [{"arena": str(arena)} for arena in range(len(arenas))]
@@ -146,14 +115,14 @@ def by_state(name: str, help: str, stats: Any, states: Iterable[str]) -> Metric:
 
 
 class Collector:
-    """The same statistics for the registry of the package prometheus-client.
+    """The metrics of `metrics_of` for the registry of the package prometheus-client.
 
         prometheus_client.REGISTRY.register(Collector(pool, scheduler))
 
     Parameters
     ----------
-    pool, scheduler
-        See `prometheus_text`.
+    pool : kvpool.Pool
+    scheduler : kvpool.Scheduler, optional
     extra : callable, optional
         Returns more metrics.
     lock : context manager, optional
@@ -225,8 +194,3 @@ _COUNTERS = {
     "drafted_tokens": "Tokens computed as drafts.",
     "accepted_tokens": "Drafts that sampling confirmed.",
 }
-
-
-def _escaped(text: str, quote: bool = False) -> str:
-    text = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return text.replace('"', '\\"') if quote else text

@@ -11,8 +11,7 @@ them. `SlidingWindow` needs none of these: it is a layer group of the pool.
 508
 """
 
-from kvpool.eviction.evictor import Evictor
-from kvpool.eviction.memory import Memory, block_sums
+from kvpool.eviction.evictor import Evictor, Memory, block_sums
 from kvpool.eviction.policies import H2O, BlockEviction, Budget, Policy, SlidingWindow, advise, check_backend
 
 __all__ = [

@@ -6,11 +6,11 @@ import mmap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
+from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
 from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
 from kvpool_backends.checks import (
     block_ids,
@@ -85,7 +85,44 @@ class MemoryReport(NamedTuple):
     scores_nbytes: int  # of that, the most that the scores of a call took: 0 but for "mass"
 
 
-class CPUBackend:
+class _OnStore(KVBackend, Protocol):
+    """A backend that `StoredBlocks` is a part of."""
+
+    def _idle_store(self) -> BlockStore: ...
+
+
+class StoredBlocks:
+    """What backends on a `BlockStore` do with whole blocks."""
+
+    store: BlockStore
+
+    def _idle_store(self) -> BlockStore:
+        """Return the store when nothing that was called before is at work on it."""
+        return self.store
+
+    def compact(self: _OnStore, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
+        """Move the tokens of one sequence that stay to the front of its blocks."""
+        ids, places = checked_keep(self, blocks, keep)
+        self._idle_store().compact(ids, places.reshape(places.shape[0] * places.shape[1], places.shape[2]))
+
+    def zero(self: _OnStore, blocks: Sequence[int] | np.ndarray) -> None:
+        """Set every byte of these blocks to 0, in all layers and planes."""
+        self._idle_store().zero(block_ids(self, "zero", blocks))
+
+    def export_blocks(self: _OnStore, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
+        ids = block_ids(self, "export_blocks", blocks)
+        data = np.empty((ids.size, self.spec.block_nbytes), np.uint8)
+        self._idle_store().export_blocks(ids, data)
+        return data
+
+    def import_blocks(self: _OnStore, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
+        """Overwrite whole blocks, distinct ones, with rows of `export_blocks`."""
+        ids, data = checked_import(self, blocks, data)
+        self._idle_store().import_blocks(ids, np.ascontiguousarray(data))
+
+
+class CPUBackend(StoredBlocks):
     """Paged KV storage and attention at the speed of memory. Implements `kvpool.protocol.KVBackend`.
 
     Parameters
@@ -217,27 +254,6 @@ class CPUBackend:
         k, v = self._zeros(count, self.spec.num_kv_heads)
         self.store.gather(layer, ids, k, v)
         return _as_float32(k), _as_float32(v)
-
-    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the tokens of one sequence that stay to the front of its blocks."""
-        ids, places = checked_keep(self, blocks, keep)
-        self.store.compact(ids, places.reshape(places.shape[0] * places.shape[1], places.shape[2]))
-
-    def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
-        """Set every byte of these blocks to 0, in all layers and planes."""
-        self.store.zero(block_ids(self, "zero", blocks))
-
-    def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
-        ids = block_ids(self, "export_blocks", blocks)
-        data = np.empty((ids.size, self.spec.block_nbytes), np.uint8)
-        self.store.export_blocks(ids, data)
-        return data
-
-    def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
-        """Overwrite whole blocks, distinct ones, with rows of `export_blocks`."""
-        ids, data = checked_import(self, blocks, data)
-        self.store.import_blocks(ids, np.ascontiguousarray(data))
 
     def memory(self) -> MemoryReport:
         """Memory held now. Arrays that `attend` returned are the caller's: scores are ``4 * Hk`` bytes per token."""

@@ -168,7 +168,7 @@ def _choose(
 
 def _metal_route(native: bool) -> type[BaseBackend]:
     if native:
-        from kvpool_backends.mlx.native.metal_backend import NativeMetalBackend
+        from kvpool_backends.mlx.native.metal import NativeMetalBackend
 
         return NativeMetalBackend
     from kvpool_backends.mlx.metal import MetalBackend

@@ -31,17 +31,16 @@ import numpy as np
 
 from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities
 from kvpool.spec import LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES
-from kvpool_backends.checks import block_ids, check_layer, checked_import, checked_keep, checked_results, gathered
+from kvpool_backends.checks import check_layer, checked_results, gathered
 from kvpool_backends.cpu._kernels import BlockStore
-from kvpool_backends.cpu.backend import default_layout, gather_rows
-from kvpool_backends.mlx.base import BaseBackend
-from kvpool_backends.mlx.storage import DTYPES, PoolMemory
+from kvpool_backends.cpu.backend import StoredBlocks, default_layout, gather_rows
+from kvpool_backends.mlx.base import DTYPES, BaseBackend, PoolMemory
 
 _LINE_NBYTES = 64  # of a cache line: a vector load touches one
 _SMALL = 4096  # elements that are copied in less time than a stream of MLX takes to answer
 
 
-class KernelBackend(BaseBackend):
+class KernelBackend(StoredBlocks, BaseBackend):
     """`MLXBackend` with the CPU kernels: all layouts and attention options, no lazy work, no copy of the pool."""
 
     route = "kernels"
@@ -64,7 +63,7 @@ class KernelBackend(BaseBackend):
         self._value_head_dim = self.spec.value_head_dim
         given = [] if self._storage is None else [self._storage]
         self._pool = PoolMemory(self.spec, 0 if given else self.num_blocks, alignment=_LINE_NBYTES)
-        self._store = BlockStore(self.spec, self.num_blocks, given or self._pool.arrays)
+        self.store = BlockStore(self.spec, self.num_blocks, given or self._pool.arrays)
 
     # ------------------------------------------------------------------------------------------ one step
 
@@ -74,7 +73,7 @@ class KernelBackend(BaseBackend):
 
     def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
         """Copy the first tokens of blocks in all layers. A row is ``(src, dst, num_tokens)``."""
-        self._store.copy_blocks(np.asarray(getattr(plan, "copies", plan)))
+        self.store.copy_blocks(np.asarray(getattr(plan, "copies", plan)))
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
         """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
@@ -83,7 +82,7 @@ class KernelBackend(BaseBackend):
             mx.eval(k, v)
         except ValueError as error:
             raise _no_content("write") from error
-        self._store.write(layer, k, v, step.slot_mapping)
+        self.store.write(layer, k, v, step.slot_mapping)
 
     def attend(
         self, step: Any, layer: int, q: mx.array, scale: float | None = None, *,
@@ -105,13 +104,13 @@ class KernelBackend(BaseBackend):
             raise _no_content("attend") from error
         tables, seq_lens, cu_q_lens = step.block_tables, step.seq_lens, step.cu_q_lens
         if scores is None:
-            self._store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
+            self.store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
             return out
         shape = (len(seq_lens), self.spec.num_kv_heads, int(np.max(seq_lens, initial=0)))
         exported = mx.zeros(shape, mx.float32)
         mx.eval(exported)
         view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
-        self._store.attend(
+        self.store.attend(
             layer, q, out, tables, seq_lens, cu_q_lens, scale, options, scores=scores, scores_out=view
         )
         return out, exported
@@ -121,7 +120,7 @@ class KernelBackend(BaseBackend):
         check_layer(self, "read", layer)
         longest = int(np.max(step.seq_lens, initial=0))
         (k, v), views = self._zeros(len(step.seq_lens), self.spec.num_kv_heads, longest)
-        gather_rows(self._store, step, layer, *views)
+        gather_rows(self._idle_store(), step, layer, *views)
         return k.view(self.dtype), v.view(self.dtype)
 
     # -------------------------------------------------------------------------------------- whole blocks
@@ -133,28 +132,8 @@ class KernelBackend(BaseBackend):
         check_layer(self, "gather", layer)
         ids, count = gathered(self, blocks, num_tokens)
         (k, v), views = self._zeros(count, self.spec.num_kv_heads)
-        self._store.gather(layer, ids, *views)
+        self._idle_store().gather(layer, ids, *views)
         return k.view(self.dtype), v.view(self.dtype)
-
-    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the kept tokens of one sequence to the front of its blocks."""
-        ids, places = checked_keep(self, blocks, keep)
-        self._store.compact(ids, places.reshape(places.shape[0] * places.shape[1], places.shape[2]))
-
-    def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
-        """Set whole blocks to 0 in all layers."""
-        self._store.zero(block_ids(self, "zero", blocks))
-
-    def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
-        ids = block_ids(self, "export_blocks", blocks)
-        data = np.empty((len(ids), self.spec.block_nbytes), np.uint8)
-        self._store.export_blocks(ids, data)
-        return data
-
-    def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
-        """Overwrite whole blocks with rows from `export_blocks`."""
-        self._store.import_blocks(*checked_import(self, blocks, data))
 
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Do nothing: there is nothing to compile."""

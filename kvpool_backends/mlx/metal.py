@@ -5,7 +5,7 @@ any options. A long chunk of plain attention is bound by arithmetic, not by read
 order that MLX takes, for MLX's own attention, which knows each GPU's matrix units.
 
 `MetalAttention` reads. There are two ways to write. `MetalBackend` scatters as the plain route does, with every MLX.
-`kvpool_backends.mlx.native.metal_backend.NativeMetalBackend` writes in place with the extension.
+`kvpool_backends.mlx.native.metal.NativeMetalBackend` writes in place with the extension.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import numpy as np
 from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
 from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.checks import check_layer, checked_queries, checked_results, checked_step
-from kvpool_backends.mlx.attention import exported_scores, mass_of_scores, sinks_like
-from kvpool_backends.mlx.base import BaseBackend
+from kvpool_backends.mlx.base import DTYPES, BaseBackend
 from kvpool_backends.mlx.metal_kernels import (
     HEAD_DIM_MAX,
     PART_TOKENS,
@@ -39,8 +38,7 @@ from kvpool_backends.mlx.metal_kernels import (
     plan_attention,
     score_export,
 )
-from kvpool_backends.mlx.plain import PlainBackend
-from kvpool_backends.mlx.storage import DTYPES
+from kvpool_backends.mlx.plain import PlainBackend, exported_scores, mass_of_scores, sinks_like
 
 LONG_CHUNK = 32  # queries of a row above which MLX's own attention is taken; only a Mac can tell what is right
 BLOCK_SIZES = tuple(range(8, 257, 8))

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvpool.protocol import AttentionOptions
 from kvpool.spec import KVSpec
-from kvpool_backends.mlx.storage import DTYPES
+from kvpool_backends.mlx.base import DTYPES
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,20 @@
-"""The plain route: scatters, gathers and MLX's own attention, on every device of MLX."""
+"""The plain route: scatters, gathers and MLX's own attention, on every device of MLX.
+
+How MLX writes in place
+-----------------------
+An MLX array is a value. ``pool[blocks, offsets] = rows`` makes a new array and rebinds the name. The new array takes
+the old one's buffer (*donation*) if nothing else holds that buffer when the scatter runs. Otherwise MLX copies the
+whole pool. A buffer is held by a view of the pool, a gather that was built but has not run, and a gather that runs. So
+`PoolArrays` keeps no view and returns none, and its owner waits until the gathers have run before MLX gets the write.
+
+The same rule makes reuse of blocks safe. A gather reads the version of the pool that it was built on. A scatter that is
+built later gets a copy while that gather needs the old buffer. So a block may be freed and rewritten as soon as the
+reads of its last owner are *built*, even if they have not run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
-from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
 from kvpool_backends.checks import (
     block_ids,
     check_layer,
@@ -23,10 +35,7 @@ from kvpool_backends.checks import (
     checked_step,
     gathered,
 )
-from kvpool_backends.mlx.attention import attention, exported_scores
-from kvpool_backends.mlx.base import BaseBackend
-from kvpool_backends.mlx.scatter import PoolArrays, positions_of
-from kvpool_backends.mlx.storage import DTYPES
+from kvpool_backends.mlx.base import DTYPES, BaseBackend, PoolMemory
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -328,3 +337,237 @@ class PlainBackend(BaseBackend):
 
 def _int32(x: np.ndarray) -> mx.array:
     return mx.array(np.ascontiguousarray(x, np.int32))
+
+
+# ---------------------------------------------------------------------- storage
+
+
+class PoolArrays(PoolMemory):
+    """The stored planes ``[N, S, Hk, n]`` of every layer.
+
+    Attributes
+    ----------
+    planes : list of lists
+        Per layer, in the order of `KVSpec.stored_planes`. Read them in one expression; a name kept on a view of one
+        makes every write a copy.
+    pack : callable
+        ``pack(plane, x)``: words, scales and biases of tokens ``[T, Hk, D]`` of plane "k" or "v"; those of
+        ``mx.quantize`` unless somebody puts something else here.
+    """
+
+    def __init__(self, spec: KVSpec, num_blocks: int) -> None:
+        super().__init__(spec, num_blocks)
+        self._spec = spec
+        self.pack: Callable[[str, mx.array], list[mx.array]] = self._quantized
+        count = len(spec.stored_planes)
+        self.planes = [self.arrays[i : i + count] for i in range(0, len(self.arrays), count)]
+
+    def sides(self, layer: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+        """Return the planes of the keys and of the values of a layer."""
+        planes, count = self.planes[layer], 1 if self._spec.k_bits is None else 3
+        return tuple(planes[:count]), tuple(planes[count:])
+
+    def stored(self, k: mx.array, v: mx.array) -> list[mx.array]:
+        """Return the stored form of tokens for the planes of a layer. Lazy."""
+        parts = []
+        for (name, _), bits, x in zip(self._spec.planes, self._spec.bits, (k, v), strict=True):
+            parts += [x.astype(DTYPES[self._spec.dtype])] if bits is None else self.pack(name, x)
+        return parts
+
+    def _quantized(self, plane: str, x: mx.array) -> list[mx.array]:
+        bits, size = dict(zip("kv", self._spec.bits, strict=True))[plane], self._spec.quant_group_size
+        x = x.astype(DTYPES[self._spec.dtype])
+        words, scales, biases = mx.quantize(x, size, bits)
+        finite = mx.unflatten(mx.isfinite(x), -1, (-1, size)).all(axis=-1)
+        words = mx.where(mx.repeat(finite, words.shape[-1] // finite.shape[-1], axis=-1), words, 0)
+        return [words, *(mx.where(finite, part, mx.array(mx.nan, part.dtype)) for part in (scales, biases))]
+
+    def write(self, layer: int, blocks: mx.array, offsets: mx.array, k: mx.array, v: mx.array) -> None:
+        """Store token t, ``k[t]`` and ``v[t]``, at position ``offsets[t]`` of block ``blocks[t]``. Lazy."""
+        for plane, rows in zip(self.planes[layer], self.stored(k, v), strict=True):
+            plane[blocks, offsets] = rows
+
+    def read(self, layer: int, tables: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the blocks of `tables` ``[B, W]`` as K ``[B, W * S, Hk, D]`` and V. Lazy, and not a view."""
+        k, v = (
+            self._floats([plane[tables].flatten(1, 2) for plane in planes], bits)
+            for planes, bits in zip(self.sides(layer), self._spec.bits, strict=True)
+        )
+        return k, v
+
+    def _floats(self, parts: list[mx.array], bits: int | None) -> mx.array:
+        """Return the values of planes of the keys or of the values, rounded once."""
+        if bits is None:
+            return parts[0]
+        words, *factors = parts
+        scales, biases = (part.astype(mx.float32) for part in factors)
+        return mx.dequantize(words, scales, biases, self._spec.quant_group_size, bits).astype(factors[0].dtype)
+
+    def copy(self, src: Sequence[tuple[mx.array, ...]], dst: tuple[mx.array, mx.array]) -> None:
+        """Copy positions of each layer, ``(blocks, offsets)`` or ``(blocks, offsets, heads)``, to `dst` in its planes.
+
+        The rows are read out first and for good: a scatter that reads the array which it writes cannot be in
+        place. This waits for all work that was queued before.
+        """
+        rows = [[plane[at] for plane in planes] for at, planes in zip(src, self.planes, strict=True)]
+        mx.eval(rows)
+        for planes, taken in zip(self.planes, rows, strict=True):
+            for plane, row in zip(planes, taken, strict=True):
+                plane[dst] = row
+
+    def put(self, blocks: mx.array, data: list[list[mx.array]]) -> None:
+        """Overwrite whole blocks with ``data[layer][plane]`` ``[n, S, Hk, D]``. Lazy."""
+        for planes, new in zip(self.planes, data, strict=True):
+            for plane, values in zip(planes, new, strict=True):
+                plane[blocks] = values
+
+    def wait(self) -> None:
+        """Wait for all queued work, before the last write of a step is built. Count the copies of that layer."""
+        mx.synchronize()
+        self.count_copies(len(self.arrays) - len(self.planes[-1]))
+
+    def settle(self) -> int:
+        """Wait for all queued work on the pool. Count the arrays that MLX has copied since the last call.
+
+        An array that lies in another buffer than at the last call was copied at least once in between. With
+        one write of a layer between two calls the count is exact, otherwise it is a lower bound (two copies
+        can end in the first buffer).
+
+        Returns
+        -------
+        int
+            Arrays that moved, also added to `num_copies`.
+        """
+        mx.eval(self.arrays)
+        mx.synchronize()  # the reads of the last layer come after its write
+        return self.count_copies()
+
+
+def positions_of(copies: np.ndarray, block_size: int) -> tuple[tuple[mx.array, mx.array], ...]:
+    """Return (blocks, offsets) of every token that `copies` ``[K, 3]`` reads, and of every token that it writes."""
+    counts = copies[:, 2].astype(np.int64)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = mx.array((np.arange(counts.sum()) - first).astype(np.int32))
+    return tuple((mx.array(np.repeat(copies[:, side], counts)), offsets) for side in (0, 1))
+
+
+# ---------------------------------------------------------------------- attention
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    position: np.ndarray,
+    options: AttentionOptions,
+    mask: np.ndarray | None,
+) -> mx.array:
+    """Attend with a padded batch, see `AttentionOptions`.
+
+    Parameters
+    ----------
+    q : ``[B, Hq, n, D]``
+    k, v : ``[B, Hk, C, D]``, ``[B, Hk, C, Dv]``, dtype of q
+        Keys that no query of the row sees may hold anything, values past the row's context must be finite.
+    position : int ``[B, n]``
+        Of the queries in their rows.
+    mask : bool or float32 ``[B, n, 1 or Hq, C]``, optional
+        The options' mask for these queries.
+
+    Returns
+    -------
+    ``[B, Hq, n, Dv]``, dtype of q
+    """
+    seen, distance = _seen_and_distance(k.shape[2], position, options)
+    if options.window is not None:
+        v = mx.where(seen.any(axis=2)[..., None], v, mx.array(0, v.dtype))  # a weight of 0 does not hide a NaN
+    if options.soft_cap is options.alibi_slopes is mask is None:
+        sinks = None if options.sinks is None else sinks_like(q, mx.array(options.sinks))
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
+    weights = _softmax_with_sinks(_scores(q, k, scale, distance, seen, options, mask), options.sinks)
+    return _by_kv_head(weights, v.astype(mx.float32)).astype(q.dtype)
+
+
+def sinks_like(q: mx.array, sinks: mx.array) -> mx.array:
+    """Return float32 sinks in the dtype of the queries, for MLX's attention, which knows no infinite ones."""
+    most = mx.finfo(q.dtype).max
+    return mx.clip(sinks, -most, most).astype(q.dtype)
+
+
+def exported_scores(
+    q: mx.array,
+    k: mx.array,
+    scale: float,
+    position: np.ndarray,
+    options: AttentionOptions,
+    mask: np.ndarray | None,
+    kind: str,
+) -> mx.array:
+    """Return the scores of `KVBackend.attend` for one query per row, float32 ``[B, Hk, C]``. See `attention`."""
+    seen, distance = _seen_and_distance(k.shape[2], position, options)
+    scores = _scores(q, k, scale, distance, seen, options, mask)
+    if kind == "mass":
+        return mass_of_scores(scores, k.shape[1], options.sinks)
+    return _of_kv_heads(mx.where(scores == -mx.inf, 0, scores), k.shape[1])
+
+
+def _seen_and_distance(context: int, position: np.ndarray, options: AttentionOptions) -> tuple[mx.array, mx.array]:
+    """Return which keys queries at `position` ``[B, n]`` see, and key minus query position, ``[B, 1, n, C]``."""
+    distance = mx.arange(context) - mx.array(position.astype(np.int32))[:, None, :, None]
+    seen = distance <= 0
+    if options.window is not None:
+        seen = seen & (distance > -min(options.window, 2**31 - 1))
+    return seen, distance
+
+
+def mass_of_scores(scores: mx.array, num_kv_heads: int, sinks: np.ndarray | None) -> mx.array:
+    """Return scores ``[B, Hk, C]`` of the exponents ``[B, Hq, 1, C]``, by one more pass over them."""
+    return _of_kv_heads(_softmax_with_sinks(scores, sinks), num_kv_heads)
+
+
+def _of_kv_heads(x: mx.array, num_kv_heads: int) -> mx.array:
+    """Return the means over the query heads of each KV head: ``[B, Hk, C]`` of ``[B, Hq, 1, C]``."""
+    group = x.shape[1] // num_kv_heads
+    return (x / group).reshape(x.shape[0], num_kv_heads, group, x.shape[3]).sum(axis=2)  # a sum may be no float32
+
+
+def _scores(
+    q: mx.array,
+    k: mx.array,
+    scale: float,
+    distance: mx.array,
+    seen: mx.array,
+    options: AttentionOptions,
+    mask: np.ndarray | None,
+) -> mx.array:
+    """Return the exponents of the softmax, float32 ``[B, Hq, n, C]``. -inf where the query does not see the key."""
+    scores = _by_kv_head(q.astype(mx.float32) * scale, k.astype(mx.float32).swapaxes(2, 3))
+    if options.soft_cap is not None:
+        scores = mx.tanh(scores / options.soft_cap) * options.soft_cap
+    if options.alibi_slopes is not None:
+        scores = scores + mx.array(options.alibi_slopes)[:, None, None] * distance
+    if mask is not None:
+        given = mx.array(mask).swapaxes(1, 2)
+        if mask.dtype == np.bool_:
+            seen = seen & given
+        else:
+            scores = scores + given
+    return mx.where(seen, scores, -mx.inf)
+
+
+def _by_kv_head(x: mx.array, y: mx.array) -> mx.array:
+    """``x[:, h] @ y[:, h // G]`` for ``[B, Hq, n, i]`` and ``[B, Hk, i, j]``."""
+    groups = x.reshape(x.shape[0], y.shape[1], -1, *x.shape[2:])
+    return mx.matmul(groups, y[:, :, None]).flatten(1, 2)
+
+
+def _softmax_with_sinks(scores: mx.array, sinks: np.ndarray | None) -> mx.array:
+    """Softmax of ``[B, Hq, n, C]`` with one more key of score ``sinks[h]``; 0 in rows of -inf."""
+    peak = scores.max(axis=-1, keepdims=True)
+    sink = mx.array(-mx.inf) if sinks is None else mx.array(sinks)[:, None, None]
+    peak = mx.maximum(peak, sink)
+    peak = mx.where(peak == -mx.inf, 0, peak)  # -inf - -inf would be NaN
+    weights = mx.exp(scores - peak)
+    total = weights.sum(axis=-1, keepdims=True) + mx.exp(sink - peak)
+    return weights / mx.where(total > 0, total, 1)

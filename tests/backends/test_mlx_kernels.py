@@ -51,7 +51,7 @@ def test_the_pool_never_moves_whatever_is_kept_and_pipelined(dtype):
     spec = KVSpec(2, 2, 8, dtype, block_size=4)
     backend = kernels(spec)
     addresses = backend._pool.addresses()
-    assert addresses == backend._store.addresses()
+    assert addresses == backend.store.addresses()
     forced = [array[1:3] for array in backend._pool.arrays]
     forced += [array.reshape(-1) for array in backend._pool.arrays]  # not evaluated
     mx.eval(forced[: len(forced) // 2])
@@ -68,7 +68,7 @@ def test_the_pool_never_moves_whatever_is_kept_and_pipelined(dtype):
         if step % 100 == 0:
             assert backend._pool.addresses() == addresses
     mx.eval(kept, forced)
-    assert backend._pool.addresses() == addresses == backend._store.addresses()
+    assert backend._pool.addresses() == addresses == backend.store.addresses()
     assert backend.settle() == backend.pool_copies == 0
 
 

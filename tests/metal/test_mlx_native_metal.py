@@ -23,11 +23,11 @@ from kvpool.config import KVSpec
 from kvpool.testing.dense import round_to
 from kvpool_backends.cpu import default_isa
 from kvpool_backends.mlx import MLXBackend
+from kvpool_backends.mlx.base import DTYPES
 from kvpool_backends.mlx.native import load, loading
 from kvpool_backends.mlx.native.build import compile_module
 from kvpool_backends.mlx.native.metal import metal_texts
 from kvpool_backends.mlx.native.pool import InPlacePool
-from kvpool_backends.mlx.storage import DTYPES
 
 STORED = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 NUM_BLOCKS = 6
@@ -78,7 +78,7 @@ class OnMetal:
         slots = np.asarray(slots, np.int64)
         step = self.module.step(1, NUM_BLOCKS, spec.block_size, slots, 0, None, None, None)
         launches, _, _ = self.record(layer, step=step, k=k, v=v)
-        self.expected._store.write(layer, k, v, slots)
+        self.expected.store.write(layer, k, v, slots)
         return launches
 
     def run(self, launches, names, dtypes):

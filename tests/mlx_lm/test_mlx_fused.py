@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import VOCAB, batch_tokens, computing_on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool import Pool
-from kvpool.adapters.mlx_lm import install, masks
+from kvpool.adapters.mlx_lm import attention, install
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 PROMPTS = (3, 26, 1, 17, 9)  # on both sides of the window, of blocks and of prefill chunks
@@ -65,8 +65,8 @@ def test_gathered_tokens_of_models_with_two_masks_equal_stock_in_a_batch_and_alo
 
 
 def test_canary_a_window_that_is_forgotten_is_detected(monkeypatch):
-    mask = masks._mask
-    monkeypatch.setattr(masks, "_mask", lambda *sizes: mask(*sizes[:-2], None, 0))
+    mask = attention._mask
+    monkeypatch.setattr(attention, "_mask", lambda *sizes: mask(*sizes[:-2], None, 0))
     assert not equals_stock(FAMILIES["llama, two masks"](), fused=False)
 
 

@@ -20,9 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
-from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, paged_latents
+from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, causal_mask, paged_latents
 from kvpool.adapters.mlx_lm.eviction import Eviction
-from kvpool.adapters.mlx_lm.masks import causal_mask
 from kvpool.adapters.mlx_lm.passes import FORMATS, NOT_OPENED, EngineStopped, Known, Passes, Rows, Turn
 from kvpool.adapters.mlx_lm.states import Held, arrays_in, chosen, joined, nothing
 from kvpool.errors import PoolClosed

@@ -30,9 +30,16 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
-from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, Site, paged_latents, smaller_window
+from kvpool.adapters.mlx_lm.attention import (
+    Forward,
+    PagedContext,
+    PagedMask,
+    Site,
+    causal_mask,
+    paged_latents,
+    smaller_window,
+)
 from kvpool.adapters.mlx_lm.layout import Layout
-from kvpool.adapters.mlx_lm.masks import causal_mask
 from kvpool.adapters.mlx_lm.shapes import build, leaves_of
 from kvpool.adapters.mlx_lm.states import (
     Checkpoints,

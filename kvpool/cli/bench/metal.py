@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench import options, predict
+from kvpool.cli.bench import options
 from kvpool.cli.bench.measure import Contestant, race
 from kvpool.cli.bench.options import tokens
 from kvpool.cli.console import CommandError, progress, whole
@@ -70,14 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; lists read like those of ``kvpool bench attention``."""
     options.declare(parser, OPTIONS)
     parser.add_argument("--sweep", action="store_true", help="try the kernels' constants, print the best as JSON")
-    parser.add_argument("--predict", action="store_true", help="measure nothing, print what arithmetic predicts")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print what was found."""
-    if args.predict:
-        print(predict.page())
-        return 0
     block_sizes = options.numbers("--block-size", args.block_size)
     repetitions, most = whole("--repetitions", args.repetitions), options.memory_nbytes(args.max_memory)
     all_cases = list(cases(args, max(block_sizes)))
@@ -140,7 +136,7 @@ def case_rows(case: Case, block_sizes: Sequence[int], repetitions: int) -> Itera
     """
     import mlx.core as mx
 
-    from kvpool_backends.mlx.storage import DTYPES as ELEMENTS
+    from kvpool_backends.mlx.base import DTYPES as ELEMENTS
 
     mx.random.seed(case.seed)
     dtype, dim = ELEMENTS[case.dtype], case.head_dim

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AnyPlan, AttentionOptions, StepArrays
 from kvpool.spec import LAYOUTS
 from kvpool_backends.checks import check_attends, check_layer, checked_copies, checked_options, checked_results
-from kvpool_backends.cpu._kernels import num_threads
+from kvpool_backends.cpu._kernels import BlockStore, num_threads
 from kvpool_backends.mlx.cpu_kernels import KernelBackend
 from kvpool_backends.mlx.native import loading
 from kvpool_backends.mlx.native.pool import InPlacePool
@@ -50,7 +49,7 @@ class NativeBackend(KernelBackend):
             raise BackendUnavailable(f"[MLXBackend] the native extension is not there: {loading.status()['why']}")
         super()._allocate()
         self._module = module
-        self._lazy = InPlacePool(module, self.spec, self.num_blocks, self._pool, isa=self._store.isa)
+        self._lazy = InPlacePool(module, self.spec, self.num_blocks, self._pool, isa=self.store.isa)
         self._plain_attention: dict[float, Any] = {}
 
     # ------------------------------------------------------------------------------------------ one step
@@ -110,39 +109,9 @@ class NativeBackend(KernelBackend):
         """An empty array for ``mx.eval``, which has to see it after a write."""
         return [self._lazy.token(layer)]
 
-    # -------------------------------------------------------------------------------------- whole blocks
-
-    def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
-        """The contexts of a step as K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``: copies, 0 past a row's end."""
+    def _idle_store(self) -> BlockStore:
         self._lazy.wait()
-        return super().read(step, layer)
-
-    def gather(
-        self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
-    ) -> tuple[mx.array, mx.array]:
-        """Copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`."""
-        self._lazy.wait()
-        return super().gather(layer, blocks, num_tokens)
-
-    def compact(self, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the tokens of one sequence that stay to the front of its blocks."""
-        self._lazy.wait()
-        super().compact(blocks, keep)
-
-    def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
-        """Set whole blocks to 0 in all layers."""
-        self._lazy.wait()
-        super().zero(blocks)
-
-    def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
-        self._lazy.wait()
-        return super().export_blocks(blocks)
-
-    def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
-        """Overwrite whole blocks with rows of `export_blocks`."""
-        self._lazy.wait()
-        super().import_blocks(blocks, data)
+        return self.store
 
     def settle(self) -> int:
         """Wait for everything that was built on the pool. Raises `PoolMoved` if an array is not where it was."""

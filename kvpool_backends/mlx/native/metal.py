@@ -1,14 +1,22 @@
-"""The Metal kernels that a node of the extension dispatches: their texts, for one pool."""
+"""`NativeMetalBackend`: the Metal route with writes in place, by the extension."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from types import ModuleType
 from typing import Any
 
-from kvpool.spec import KVSpec
+import mlx.core as mx
+import numpy as np
+
+from kvpool.protocol import StepArrays
+from kvpool.spec import LAYOUTS, QUANT_BITS, KVSpec
+from kvpool_backends.mlx.base import DTYPES, has_metal
+from kvpool_backends.mlx.metal import MetalAttention, metal_capabilities
 from kvpool_backends.mlx.metal_kernels import in_place_source
-from kvpool_backends.mlx.storage import DTYPES
+from kvpool_backends.mlx.native.backend import NativeBackend
+from kvpool_backends.mlx.native.pool import InPlacePool
 
 
 def metal_texts(module: ModuleType, spec: KVSpec) -> Any:
@@ -42,3 +50,35 @@ def metal_texts(module: ModuleType, spec: KVSpec) -> Any:
         for dtype, numbers in ((spec.dtype, (block,)), ("uint32", (block,)), (spec.dtype, (block, 1)))
     ]
     return module.metal_texts(tuple(all_writes), *copies)
+
+
+class NativeMetalBackend(MetalAttention, NativeBackend):
+    """`MetalBackend` whose writes are nodes that store into the pool: it is never copied, and takes every layout.
+
+    Tokens and blocks are moved by the kernels of `kvpool_backends.metal` where MLX computes on a GPU, by those of the
+    CPU elsewhere. What works on whole blocks waits for the device and works on its memory, which is the host's too.
+    """
+
+    capabilities = metal_capabilities(LAYOUTS[:-1], QUANT_BITS)  # all but "block"
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        if has_metal():
+            self._lazy = InPlacePool(
+                self._module,
+                self.spec,
+                self.num_blocks,
+                self._pool,
+                isa=self.store.isa,
+                on_gpu=True,
+                metal=metal_texts(self._module, self.spec),
+            )
+
+    def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
+        return list(self._lazy.read(layer, kernel))
+
+    def _warm_write(self, num_tokens: int) -> None:
+        """Write tokens of nobody."""
+        k, v = (mx.zeros((num_tokens, self.spec.num_kv_heads, dim), self.dtype) for _, dim in self.spec.planes)
+        self.write(self.prepare(StepArrays(slot_mapping=np.full(num_tokens, -1))), 0, k, v)
+        self._lazy.wait()

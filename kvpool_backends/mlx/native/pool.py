@@ -22,8 +22,8 @@ from typing import Any
 import mlx.core as mx
 
 from kvpool.spec import KVSpec
+from kvpool_backends.mlx.base import PoolMemory
 from kvpool_backends.mlx.native.loading import NOWHERE, isa_address
-from kvpool_backends.mlx.storage import PoolMemory
 
 _KV_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # kvcpu.h
 
