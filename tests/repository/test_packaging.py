@@ -207,6 +207,9 @@ def test_wheel_declares_the_command_and_the_backends(site):
         assert names.pop(("console_scripts", "kvpool")) == "kvpool.cli:main"
         import kvpool.cli
         assert callable(kvpool.cli.main)
+        assert names.pop(("vllm.general_plugins", "kvpool")) == "kvpool.adapters.vllm:register"
+        import kvpool.adapters.vllm
+        kvpool.adapters.vllm.register()  # nobody asked for it: it needs no vLLM
         for (group, name), value in names.items():
             assert group == "kvpool.backends" and kvpool_backends._BUILT_IN[name] == value
         print(sorted(name for _, name in names))
