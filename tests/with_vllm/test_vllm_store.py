@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import engine
 import numpy as np
 import pytest
 from test_vllm_engine import HERE, run
 
-from kvpool.adapters.vllm.connector import KVPoolConnector, open_store
+from kvpool.adapters.vllm.connector import KVPoolConnector, fingerprint, open_store
 from kvpool.store import MemoryStore
 
 pytestmark = pytest.mark.timeout(3600)  # an engine starts in seconds, on a machine with nothing else to do
@@ -176,6 +177,29 @@ def test_store_of_another_model_is_refused_at_the_start(tmp_path):
     run("--store", str(tmp_path / "store"), CASE)
     with pytest.raises(AssertionError, match="layout"):
         run("--store", str(tmp_path / "store"), "window")
+
+
+def test_another_config_or_quantization_of_the_same_weights_is_another_model(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 1000)
+
+    def told(quantization=None, **config):
+        hf = SimpleNamespace(to_dict=lambda: {"_name_or_path": str(quantization), **config})
+        return fingerprint(SimpleNamespace(model=str(tmp_path), hf_config=hf, revision=None, quantization=quantization))
+
+    assert told(rope_theta=1.0) == told(rope_theta=1.0)
+    assert len({told(rope_theta=1.0), told(rope_theta=2.0), told("fp8", rope_theta=1.0)}) == 3
+    before = told()
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 1000)
+    assert told() != before
+
+
+@pytest.mark.parametrize("what", ["lora_request", "mm_features", "prompt_embeds"])
+def test_requests_whose_tokens_do_not_say_what_they_hold_are_left_out(what):
+    request = SimpleNamespace(request_id="1", lora_request=None, mm_features=[], prompt_embeds=None)
+    setattr(request, what, ["x"])
+    connector = object.__new__(KVPoolConnector)
+    connector.followed = {}
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False) and not connector.followed
 
 
 def test_role_that_only_saves_is_refused_at_the_start(tmp_path):
