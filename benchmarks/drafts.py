@@ -69,9 +69,9 @@ def measured(model: Any, speculate: Any, prompts: list[list[int]], max_tokens: i
     """Return the CPU seconds of decoding these prompts together, the scheduler's counts, and the answers."""
     engine = Engine(model, BLOCKS, speculate=speculate)
     ids = [engine.submit(prompt, max_tokens=max_tokens, priority=at) for at, prompt in enumerate(prompts)]
-    while engine.scheduler.stats().decode_tokens == 0:
-        engine.step()
     done: dict[Any, Any] = {}
+    while engine.scheduler.stats().decode_tokens == 0:  # drafts may end a short answer in its first step
+        done |= {completion.id: completion.tokens for completion in engine.step()}
     begin = time.process_time()
     while engine.num_unfinished:
         done |= {completion.id: completion.tokens for completion in engine.step()}
