@@ -24,7 +24,7 @@ def installed(folder):
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool\nVersion: 0\n")
     lines = [f"{name} = {value}" for name, value in points.items()]
     (about / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
-    return os.pathsep.join([str(ROOT), str(folder)])
+    return os.pathsep.join([str(folder), str(ROOT)])  # before what an older build left beside the sources
 
 
 def run(*arguments, **environment):
