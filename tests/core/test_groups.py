@@ -1,237 +1,520 @@
-"""Layer groups by the numbers of docs/core.md, worked out by hand. `check` runs after every call of a pool here."""
+"""Layer groups by the numbers of docs/core.md, worked out by hand; those of `make` hold for the core and its model."""
 
 import dataclasses
-import os
+from functools import partial
 
+import numpy as np
 import pytest
 
 from kvpool import Group, Plan, Pool
-from kvpool.errors import (
-    PlanStateError,
-)
+from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, StaleHandle
+from kvpool.testing import ModelPlan, ModelPool
 
-if os.environ.get("KVPOOL_CORE") == "model":
-    pytest.skip("about the compiled core", allow_module_level=True)
-
-FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "slot_ids")
+FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions")
 
 
-class Watched:
-    """A pool that is checked after every call, and that no refused call changes."""
+@pytest.fixture(params=[(Pool, Plan), (ModelPool, ModelPlan)], ids=["core", "model"])
+def make(request):
+    """``make(num_blocks, block_size, *groups, **options)`` makes a pool and two plans; all pools are checked."""
+    make_pool, make_plan = request.param
+    pools = []
 
-    def __init__(self, *args, **options):
-        self.pool = Pool(*args, **{"max_seqs": 8, "seed": 1, **options})
+    def build(num_blocks, block_size, *groups, **options):
+        pool = make_pool(num_blocks, block_size, groups=list(groups), **{"max_seqs": 8, **options})
+        pools.append(pool)
+        return pool, *(make_plan(pool, 4, 32, formats=FORMATS) for _ in range(2))
 
-    def __getattr__(self, name):
-        value = getattr(self.pool, name)
-        if not callable(value):
-            return value
-
-        def call(*args, **options):
-            before = self.pool.fingerprint(), self.pool.digest()
-            try:
-                return value(*args, **options)
-            except Exception:
-                assert (self.pool.fingerprint(), self.pool.digest()) == before
-                raise
-            finally:
-                self.pool.check()
-
-        return call
-
-    def plan(self, rows=4, tokens=64, **options):
-        return Plan(self.pool, rows, tokens, **{"formats": FORMATS, "table_width": 8, **options})
-
-    def grow(self, handles, num_new):
-        plan = self.plan()
-        self.step(plan, handles, num_new)
-        if plan.is_pending:
-            self.done(plan)
-
-    def tables(self, handle):
-        return [self.table(handle, group).tolist() for group in range(len(self.options.groups))]
+    yield build
+    for pool in pools:
+        pool.check()
+        pool.shutdown()
 
 
-@pytest.fixture
-def full_and_window():
-    """Blocks of 4 tokens; the window of 6 has two ids for each."""
-    return Watched(64, 4, groups=[Group.full(), Group.window(6, columns=2)])
+def entries(pool, handle, group=0):
+    """A table as a list; of ids where an entry has one."""
+    table = pool.table(handle, group)
+    return table[:, 0].tolist() if table.ndim == 2 and table.shape[1] == 1 else table.tolist()
 
 
-# ---- open, step, letting go ------------------------------------------------------------------------------------
-
-
-def test_closed_rows_let_nothing_go():
-    pool = Watched(8, 4, groups=[Group.window(4)])
-    plan = pool.plan()
-    pool.step(plan, [handle := pool.open()], 8)
-    pool.close(handle)
-    other = pool.open(8)  # in the same slot of the pool
+def grow(pool, plan, handles, n):
+    """A step that is done at once."""
+    pool.step(plan, handles, n)
     pool.done(plan)
-    assert pool.tables(other) == [[[3], [4]]]
 
 
-# ---- fork, copies, truncate ------------------------------------------------------------------------------------
+def refused(pool, call, error=ValueError, match=None):
+    """A call that raises changes nothing."""
+    before = pool.digest(), pool.fingerprint()
+    with pytest.raises(error, match=match):
+        call()
+    assert (pool.digest(), pool.fingerprint()) == before
 
 
-def test_truncate_refuses_what_a_window_let_go():
-    pool = Watched(32, 4, groups=[Group.full(), Group.window(4, keep=3)])
+# ---- tables -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [100, list(range(100))], ids=["count", "prompt"])
+def test_open_takes_group_by_group(make, asked):
+    pool, _, _ = make(
+        4096, 16, Group.full(block_size=32), Group.window(1024, keep=4, columns=5), Group.state(64), lookahead=0
+    )
+    seq = pool.open(asked)
+    assert entries(pool, seq, 0) == [1, 2, 3, 4]
+    assert pool.table(seq, 1).tolist() == [list(range(k, k + 5)) for k in range(5, 40, 5)]
+    assert pool.table(seq, 2).tolist() == [] and pool.table(seq, 2).dtype == np.int32
+    assert (pool.stats().used, pool.stats(1).used) == (39, 0)
+    assert (pool.stats(1).num_blocks, pool.stats(1).reserved, pool.stats(1).blank) == (64, 0, 64)
+    assert pool.options.groups[0] == Group.full(block_size=32) and pool.options.lookahead == 0
+    assert pool.num_tokens(seq) == pool.capacity(pool.open(list(range(100)), reserve=False)) == 0
+
+
+def test_close_releases_group_by_group_from_the_last_entry(make):
+    pool, _, _ = make(16, 2, Group.full(), Group.window(8, columns=2))
+    pool.close(pool.open(4))  # group 0 has 1 2; group 1 has 3 4, 5 6: released are 2 1, 6 5 4 3
+    seq = pool.open(4)
+    assert entries(pool, seq, 0) == [3, 4]
+    assert pool.table(seq, 1).tolist() == [[5, 6], [1, 2]]
+
+
+def test_fork_shares_what_is_written_and_no_holes(make):
+    pool, plan, _ = make(32, 2, Group.full(), Group.window(2), Group.state(8))
+    seq = pool.open(20)
+    grow(pool, plan, [seq], 5)
+    (child,) = pool.fork(seq)
+    assert entries(pool, seq, 1)[:3] == [0, 0, 13]  # 11 and 12 were let go
+    assert entries(pool, child, 0) == [1, 2, 3] and entries(pool, child, 1) == [0, 0, 13]
+    assert pool.table(child, 2).tolist() == pool.table(seq, 2).tolist() == [0]
+    assert pool.stats().shared == 4 and pool.stats(1).shared == 1
+
+
+# ---- letting go -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hole", [0, -1], ids=["reserved block", "none"])
+def test_window_lets_go_when_the_step_passes(make, hole):
+    pool, plan, other = make(16 + hole, 2, Group.window(4), reserved_blocks=1 + hole)
+    seq = pool.open()
+    pool.step(plan, [seq], 5)
+    assert entries(pool, seq) == [hole + k for k in (1, 2, 3)]
+    assert plan.groups[0].kv_starts.tolist() == [0]
+    pool.done(plan)  # p = 5: entries that end at 5 - 4 + 1 = 2
+    assert entries(pool, seq) == [hole, hole + 2, hole + 3]
+    pool.step(other, [seq], 2)
+    assert entries(pool, seq) == [hole, hole + 2, hole + 3, hole + 1]
+    assert other.groups[0].kv_starts.tolist() == [2]
+    assert other.groups[0].slot_mapping.tolist() == [[2 * hole + 7, 2 * hole + 2]]
+    pool.done(other)  # p = 7: entries that end at 4
+    assert entries(pool, seq) == [hole, hole, hole + 3, hole + 1]
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(0, [0, 0, 0, 4, 2]), (1, [1, 0, 0, 4, 2]), (2, [1, 0, 0, 4, 2]), (3, [1, 2, 0, 4, 5])]
+)
+def test_window_keeps_whole_blocks(make, keep, left):
+    pool, plan, _ = make(16, 2, Group.window(4, keep=keep))
+    seq = pool.open()
+    grow(pool, plan, [seq], 4)  # p = 4: entries that end at 1
+    assert entries(pool, seq) == [1, 2]
+    grow(pool, plan, [seq], 4)  # p = 8: entries that end at 5 are 0 and 1
+    grow(pool, plan, [seq], 1)  # takes the block that was released last; p = 9: entry 2 ends at 6
+    assert entries(pool, seq) == left
+    pool.step(plan, [seq], 1)
+    assert plan.groups[0].kv_starts.tolist() == [6]
+    pool.done(plan)
+
+
+@pytest.mark.parametrize(("length", "left"), [(3, [1, 2]), (4, [0, 0]), (5, [0, 0, 3]), (7, [0, 0, 3, 4])])
+def test_chunk_lets_go_of_the_chunks_before(make, length, left):
+    pool, plan, _ = make(16, 2, Group.chunk(4))
+    seq = pool.open()
+    grow(pool, plan, [seq], length)
+    assert entries(pool, seq) == left
+    if length > 4:
+        refused(pool, lambda: pool.truncate(seq, 3), match="4")
+        pool.truncate(seq, 4)
+        assert entries(pool, seq) == [0, 0]
+
+
+def test_lookahead_keeps_what_a_shorter_sequence_reads(make):
+    pool, plan, _ = make(16, 2, Group.window(4), lookahead=2)
+    seq = pool.open()
+    grow(pool, plan, [seq], 5)
+    assert entries(pool, seq) == [1, 2, 3]  # p = 3
+    grow(pool, plan, [seq], 2)
+    assert entries(pool, seq) == [0, 2, 3, 4]  # p = 5
+    refused(pool, lambda: pool.truncate(seq, 4), match="5")
+    pool.truncate(seq, 5)
+    assert entries(pool, seq) == [0, 2, 3]
+
+
+def test_truncate_refuses_what_a_group_let_go_and_names_the_first_of_them():
+    pool = Pool(64, 4, groups=[Group.full(), Group.window(11), Group.window(6)])
+    plan, handle = Plan(pool, 1, 17), pool.open()
+    grow(pool, plan, [handle], 17)
+    for length, group in ((12, 1), (15, 2)):
+        match = rf"group {group} let go .* the least length that is left is 17$"
+        refused(pool, partial(pool.truncate, handle, length), match=match)
+
+
+def test_truncate_to_kept_tokens_is_accepted_and_to_those_behind_them_refused(make):
+    pool, plan, _ = make(32, 4, Group.full(), Group.window(4, keep=3))
     handle = pool.open()
-    pool.grow([handle], 16)  # entries 1 and 2 went: (i + 1) * 4 <= 13
-    assert pool.tables(handle)[1] == [[5], [0], [0], [8]]
+    grow(pool, plan, [handle], 16)  # entries 1 and 2 went: (i + 1) * 4 <= 13
+    assert entries(pool, handle, 1) == [5, 0, 0, 8]
     for length in (4, 12, 14):
-        with pytest.raises(ValueError, match="15"):
-            pool.truncate(handle, length)
+        refused(pool, partial(pool.truncate, handle, length), match="15")
     pool.truncate(handle, 15)
-    assert pool.tables(handle) == [[[1], [2], [3], [4]], [[5], [0], [0], [8]]]
-    pool.truncate(handle, 3)  # all of it is kept
-    assert pool.tables(handle) == [[[1]], [[5]]]
-    pool.grow([handle], 9)  # 12: entry 1 again
-    assert pool.tables(handle)[1][:2] == [[5], [0]]
-    with pytest.raises(ValueError, match="least length"):
-        pool.truncate([handle], [4])
+    assert (entries(pool, handle, 0), entries(pool, handle, 1)) == ([1, 2, 3, 4], [5, 0, 0, 8])
+    pool.truncate(handle, 3)
+    assert (entries(pool, handle, 0), entries(pool, handle, 1)) == ([1], [5])
 
 
-def test_truncate_in_a_chunk():
-    pool = Watched(32, 4, groups=[Group.chunk(8)])
-    handle = pool.open()
-    pool.grow([handle], 13)
-    assert pool.tables(handle) == [[[0], [0], [3], [4]]]
-    with pytest.raises(ValueError, match="8"):
-        pool.truncate(handle, 7)
-    pool.truncate(handle, 8)
-    assert pool.tables(handle) == [[[0], [0]]]
-    pool.grow([handle], 1)
-    assert pool.tables(handle) == [[[0], [0], [3]]]
-    plan = pool.plan()
-    pool.step(plan, [handle], 1)
-    with pytest.raises(PlanStateError):
-        pool.truncate(handle, 9)
+def test_in_order_lets_go_at_once_and_the_plan_shows_what_was_read(make):
+    pool, plan, _ = make(16, 2, Group.window(2), in_order=True)
+    seq = pool.open()
+    pool.step(plan, [seq], 4)
+    assert plan.groups[0].block_tables[0, :2, 0].tolist() == [1, 2] and plan.groups[0].kv_starts.tolist() == [0]
+    assert entries(pool, seq) == [0, 2]
+    pool.step(plan, [seq], 1)
+    assert plan.groups[0].dirty_rows.tolist() == [0]
+    assert plan.groups[0].block_tables[0, :3, 0].tolist() == [0, 2, 1]
 
 
-# ---- arenas ----------------------------------------------------------------------------------------------------
+# ---- steps ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_arenas():
-    """4 blocks to be had in arena 0, 3 in arena 1."""
-    return Watched(5, 4, max_blocks_per_seq=8, groups=[Group.full(), Group.window(4, arena=1, num_blocks=4)])
+def test_blocks_are_taken_group_by_group_and_entries_replaced_as_a_whole(make):
+    pool, plan, _ = make(32, 2, Group.full(columns=2), Group.full())
+    seq = pool.open()
+    grow(pool, plan, [seq], 3)  # group 0: 1 2, 3 4; group 1: 5, 6
+    child = int(pool.fork(seq)[0])
+    pool.step(plan, [seq, child], [1, 2])
+    # group 0: the first row replaces 3 4 by 7 8, the second one writes 3 4 in place and appends 9 10; group 1: 11, 12
+    assert pool.table(seq, 0).tolist() == [[1, 2], [7, 8]]
+    assert pool.table(child, 0).tolist() == [[1, 2], [3, 4], [9, 10]]
+    assert entries(pool, seq, 1) == [5, 11] and entries(pool, child, 1) == [5, 6, 12]
+    assert plan.groups[0].copies.tolist() == [[3, 7, 1], [4, 8, 1]]
+    assert plan.groups[1].copies.tolist() == [[6, 11, 1]]
+    assert plan.groups[0].slot_mapping.tolist() == [[15, 7, 18], [17, 9, 20]]
+    assert plan.positions.tolist() == [3, 3, 4] and plan.groups[1].kv_lens.tolist() == [4, 5]
+    assert pool.stats().cow_copies == 3
+    pool.rollback(plan)
+    assert pool.table(seq, 0).tolist() == pool.table(child, 0).tolist() == [[1, 2], [3, 4]]
+    assert entries(pool, pool.open(2), 1) == [9]  # the stack is as before: 7 8, 9
 
 
-def test_partial_undoes_a_row_in_all_groups(two_arenas):
-    parent = two_arenas.open()
-    two_arenas.grow([parent], 6)
-    (child,) = two_arenas.fork(parent)
-    other = two_arenas.open()
-    plan = two_arenas.plan()
-    two_arenas.step(plan, [child, parent, other], [8, 1, 1], partial=True)
-    assert plan.served.tolist() == [0, 1, 0]  # 1 + 2 blocks of the 2 in arena 0; 1 of the 1 in arena 1; no more
-    assert plan.groups[0].copies.tolist() == [[2, 3, 2]]
-    assert plan.groups[1].copies.tolist() == [[2, 3, 2]]
-    assert two_arenas.tables(child) == [[[1], [2]], [[1], [2]]]
+def test_short_arena_is_named_with_what_all_rows_need(make):
+    pool, plan, _ = make(32, 2, Group.full(), Group.full(arena=1, num_blocks=5), Group.state(2))
+    first, second = pool.open(), pool.open()
+    with pytest.raises(OutOfBlocks) as short:
+        pool.step(plan, [first, second], [6, 4])
+    error = short.value
+    assert (error.arena, error.row, error.handle) == (1, 1, second)
+    assert (error.needed, error.short_by, error.blank) == (5, 1, 4)
+    assert not pool.can([first, second], [6, 4]) and pool.can([first, second], [4, 4])
+    pool.step(plan, [first, second], [6, 4], partial=True)
+    assert plan.served.tolist() == [1, 0] and plan.num_tokens == 6
+    assert plan.groups[2].state_dst.tolist() == [0, -1]
+    assert entries(pool, second, 0) == []
 
 
-# ---- states ----------------------------------------------------------------------------------------------------
+def test_open_names_the_lowest_arena_and_the_watermark_is_of_arena_0(make):
+    pool, _, _ = make(6, 2, Group.full(), Group.full(columns=2, arena=1, num_blocks=7), watermark=1)
+    pool.open(6)  # 3 of 5 and 6 of 6
+    for tokens, found in ((4, (0, 2, 1)), (2, (1, 2, 2))):
+        with pytest.raises(OutOfBlocks) as short:
+            pool.open(tokens)
+        assert (short.value.arena, short.value.needed, short.value.short_by) == found
 
 
-def states(plan, group=0):
-    return plan.groups[group].state_src.tolist(), plan.groups[group].state_dst.tolist()
+# ---- state ------------------------------------------------------------------------------------------------
 
 
-# ---- plans, reading, refusals ----------------------------------------------------------------------------------
+def test_state_moves_to_a_new_slot_in_every_step(make):
+    pool, plan, other = make(16, 2, Group.full(), Group.state(4))
+    seq = pool.open()
+    pool.reserve(plan, [seq], 3)
+    assert entries(pool, seq) == [1, 2] and pool.table(seq, 1).tolist() == []
+    assert plan.groups[1].state_src.tolist() == plan.groups[1].state_dst.tolist() == [-1]
+    pool.done(plan)
+    pool.step(plan, [seq], 3)
+    assert (plan.groups[1].state_src.tolist(), plan.groups[1].state_dst.tolist()) == ([-1], [0])
+    pool.step(other, [seq], 1)
+    assert (other.groups[1].state_src.tolist(), other.groups[1].state_dst.tolist()) == ([0], [1])
+    pool.done(plan)
+    assert pool.stats(1).used == 2  # the slot that is read is held
+    pool.done(other)
+    assert pool.stats(1).used == 1
+    pool.step(plan, [seq], 1)
+    assert (plan.groups[1].state_src.tolist(), plan.groups[1].state_dst.tolist()) == ([1], [0])
+    pool.rollback(plan)
+    assert pool.table(seq, 1).tolist() == [1] and pool.stats(1).used == 1
+    pool.truncate(seq, 4)
+    for length in (0, 3, 5):
+        refused(pool, partial(pool.truncate, seq, length), match=r"\[truncate\]")
+
+
+def test_in_order_writes_a_state_in_place(make):
+    pool, plan, _ = make(16, 2, Group.full(), Group.state(4), in_order=True)
+    seq = pool.open()
+    pool.step(plan, [seq], 2)
+    pool.step(plan, [seq], 2)
+    assert (plan.groups[1].state_src.tolist(), plan.groups[1].state_dst.tolist()) == ([0], [0])
+    child = int(pool.fork(seq)[0])
+    pool.step(plan, [seq, child], 1)  # slot 0 has one reference then, but the first row reads it
+    assert (plan.groups[1].state_src.tolist(), plan.groups[1].state_dst.tolist()) == ([0, 0], [1, 2])
+
+
+def test_pool_of_states_has_lengths_and_slots_and_is_short_of_slots_only(make):
+    pool, plan, _ = make(2, 4, Group.state(4), Group.state(3), watermark=1)
+    assert pool.options.max_blocks_per_seq == (2**31 - 1) // 4
+    rows = [pool.open(), pool.open(100)]
+    assert [pool.table(rows[1], group).tolist() for group in (0, 1)] == [[], []]
+    assert [(pool.num_tokens(row), pool.capacity(row)) for row in rows] == [(0, 0), (0, 0)]
+    grow(pool, plan, rows, [9, 0])
+    assert plan.groups[0].kv_lens.tolist() == [9, 0] and plan.positions.tolist() == list(range(9))
+    assert plan.groups[0].state_src.tolist() == [-1, -1]
+    assert (plan.groups[0].state_dst.tolist(), plan.groups[1].state_dst.tolist()) == ([0, -1], [0, -1])
+    assert [(pool.num_tokens(row), pool.capacity(row)) for row in rows] == [(9, 12), (0, 0)]
+    assert [(pool.stats(arena).used, pool.stats(arena).num_blocks) for arena in (0, 1, 2)] == [(0, 2), (1, 4), (1, 3)]
+    assert (pool.stats().tokens, pool.stats().capacity) == (9, 12)
+    with pytest.raises(OutOfBlocks) as raised:
+        pool.step(plan, [*rows, pool.open()], 10)
+    assert (raised.value.arena, raised.value.row, raised.value.needed) == (2, 2, 3)
+    pool.reserve(plan, rows[:1], 50)
+    assert (pool.capacity(rows[0]), pool.stats(1).used) == (12, 1)
+    pool.rollback(plan)
+    short, plan, _ = make(2, 4, Group.state(2), max_blocks_per_seq=3)
+    rows = [short.open(12)]
+    refused(short, lambda: short.open(13), CapacityExceeded)
+    grow(short, plan, rows, 12)
+    refused(short, lambda: short.step(plan, rows, 1), CapacityExceeded)
+
+
+# ---- tokens leave one group -------------------------------------------------------------------------------
+
+
+def test_compact_takes_tokens_out_of_one_group_only(make):
+    pool, plan, _ = make(64, 2, Group.window(4), Group.full(columns=2), Group.state(6))
+    seq = pool.open()
+    grow(pool, plan, [seq], 9)
+    window, full = pool.table(seq, 0).tolist(), pool.table(seq, 1).tolist()
+    used = pool.stats().used
+    pool.compact(seq, 4, group=1)
+    assert pool.num_tokens(seq) == 9 and [pool.kv_len(seq, g) for g in range(3)] == [9, 4, 9]
+    assert pool.table(seq, 1).tolist() == full[:3] and pool.capacity(seq) == 10  # room for 10 less 5 that are gone
+    assert pool.stats().used == used - 4 and pool.stats().evicted_tokens == 5
+    assert pool.table(seq, 0).tolist() == window
+    pool.step(plan, [seq], 1)
+    assert plan.positions.tolist() == [9]
+    assert [plan.groups[g].kv_lens.tolist() for g in (0, 1)] == [[10], [5]]
+    assert plan.groups[1].slot_mapping.tolist() == [[2 * block] for block in full[2]]
+    pool.done(plan)
+
+
+def test_steps_after_an_eviction_take_entries_for_what_is_held(make):
+    pool, plan, _ = make(64, 2, Group.full(block_size=4), Group.window(6))
+    seq = pool.open()
+    grow(pool, plan, [seq], 6)  # 2 entries of 4 and 3 of 2: room for 6
+    pool.compact(seq, 1)
+    assert len(pool.table(seq, 0)) == 1 and pool.capacity(seq) == 6
+    grow(pool, plan, [seq], 3)  # 9 of 10; held are 4
+    assert len(pool.table(seq, 0)) == 2 and pool.capacity(seq) == 10
+    refused(pool, lambda: pool.truncate(seq, 5), match="6")  # the length when tokens left
+    (child,) = pool.fork(seq)
+    refused(pool, lambda: pool.truncate(int(child), 5), match="6")
+    grow(pool, plan, [seq], 4)
+    assert pool.kv_len(seq) == 8 and len(pool.table(seq, 0)) == 3
+    assert (pool.num_tokens(seq), pool.capacity(seq), len(pool.table(seq, 1))) == (13, 14, 7)
+
+
+def test_evicted_blocks_leave_and_later_ones_move_up(make):
+    pool, plan, _ = make(64, 2, Group.full(columns=2), Group.window(2))
+    seq = pool.open()
+    grow(pool, plan, [seq], 9)
+    entries = pool.table(seq, 0).tolist()
+    pool.evict_blocks(seq, [0, 2])
+    assert pool.table(seq, 0).tolist() == [entries[1], *entries[3:]] and pool.kv_len(seq) == 5
+    pool.step(plan, [seq], 1)
+    assert plan.groups[0].block_tables[0, :3].tolist() == [entries[1], *entries[3:]]
+    pool.done(plan)
+    refused(pool, lambda: pool.evict_blocks(seq, [3]))  # six tokens are three full entries
+    refused(pool, lambda: pool.evict_blocks(seq, [1, 1]))
+
+
+def test_unshare_copies_the_entries_of_one_group(make):
+    pool, plan, other = make(64, 2, Group.full(columns=3), Group.window(4))
+    seq = pool.open()
+    grow(pool, plan, [seq], 11)
+    (child,) = map(int, pool.fork(seq))
+    entries, window = pool.table(seq, 0).tolist(), pool.table(seq, 1).tolist()
+    refused(pool, lambda: pool.compact(seq, 9), match="unshare")
+    before = pool.fingerprint()
+    pool.unshare(other, [seq], 9, first=2)
+    fresh = pool.table(seq, 0).tolist()
+    copies = other.groups[0].copies.tolist()
+    assert copies == [[a, b, 2] for i in range(1, 5) for a, b in zip(entries[i], fresh[i], strict=True)]
+    assert len(copies) > 4 * 3 - 1 and not len(other.groups[1].copies)
+    assert pool.table(child, 0).tolist() == entries and pool.table(seq, 1).tolist() == window
+    refused(pool, lambda: pool.compact(seq, 9, first=2), error=PlanStateError)
+    pool.rollback(other)
+    assert pool.table(seq, 0).tolist() == entries and pool.fingerprint() != before  # epochs moved
+    pool.unshare(other, [seq], 9, first=2)
+    pool.done(other)
+    pool.compact(seq, 9, first=2)
+    assert pool.kv_len(seq) == 9 and pool.kv_len(child) == 11
+
+
+def test_unshare_finds_room_for_more_copies_than_a_step_makes(make):
+    pool, plan, _ = make(256, 2, Group.window(4), Group.full(columns=2))
+    seq = pool.open()
+    grow(pool, plan, [seq], 32)
+    (child,) = map(int, pool.fork(seq))
+    small = type(plan)(pool, 1, 1, formats=())
+    pool.unshare(small, [child], 31, group=1)
+    assert len(small.groups[1].copies) == 32 and (np.asarray(small.groups[1].copies)[:, 2] == 2).all()
+    pool.done(small)
+    pool.compact(child, 31, group=1)
+    pool.step(small, [child], 0)
+    assert not len(small.groups[1].copies)
+    pool.done(small)
+
+
+@pytest.mark.parametrize(("rows", "lens", "error", "match"), [
+    ([0], [12], ValueError, "12"),
+    ([1, 0], [5, -1], ValueError, "-1"),
+    ([0, 1, 0], [5, 5, 5], ValueError, "unshare"),
+    ([0, 2], [5, 0], StaleHandle, "unshare"),
+])  # fmt: skip
+def test_unshare_that_is_refused_for_one_row_copies_nothing(make, rows, lens, error, match):
+    pool, plan, other = make(64, 2, Group.full(columns=2), Group.window(4))
+    seq = pool.open()
+    grow(pool, plan, [seq], 11)
+    handles = [seq, *map(int, pool.fork(seq, 2))]
+    pool.close(handles[2])
+    refused(pool, lambda: pool.unshare(other, [handles[row] for row in rows], lens), error=error, match=match)
+    assert not other.is_pending
+
+
+# ---- plans ------------------------------------------------------------------------------------------------
+
+
+def test_plan_of_several_groups_names_them(make):
+    pool, plan, _ = make(16, 2, Group.full(), Group.window(4))
+    for name in ("block_tables", "seq_lens", "slot_mapping", "copies", "dirty_rows"):
+        with pytest.raises(ValueError, match=r"plan\.groups"):
+            getattr(plan, name)
+    with pytest.raises(ValueError, match=r"\[table\] the pool has 2 layer groups"):
+        pool.table(pool.open())
+    assert len(plan.groups) == 2
+
+
+def test_plan_of_one_group_shows_its_arrays_without_groups(make):
+    pool, plan, _ = make(16, 2, Group.full(block_size=4, columns=2))
+    seq = pool.open()
+    pool.step(plan, [seq], 5)
+    (part,) = plan.groups
+    assert plan.block_tables[0, :2].tolist() == pool.table(seq).tolist() == [[1, 2], [3, 4]]
+    assert plan.slot_mapping.tolist() == [[4, 5, 6, 7, 12], [8, 9, 10, 11, 16]]
+    assert plan.seq_lens.tolist() == part.kv_lens.tolist() == [5] and part.kv_starts.tolist() == [0]
+    assert plan.dirty_rows.tolist() == [0] and plan.copies.shape == (0, 3)
 
 
 def test_kv_starts_without_block_tables_follow_the_rows():
-    pool = Watched(64, 4, groups=[Group.window(6), Group.full()])
-    plan = pool.plan(formats=("seq_lens",))
+    pool = Pool(64, 4, groups=[Group.window(6), Group.full()])
+    plan, growing = (Plan(pool, 4, 64, formats=formats) for formats in (("seq_lens",), FORMATS))
     long, short = pool.open(), pool.open()
-    pool.grow([long, short], [17, 2])
+    grow(pool, growing, [long, short], [17, 2])
     for rows, starts in (([long, short], [12, 0]), ([short, long], [0, 12]), ([long], [12]), ([long, short], [12, 0])):
         pool.step(plan, rows, 0, pad_to=(3, 0))
         assert plan.groups[0].kv_starts.tolist() == [*starts, *[0] * (3 - len(starts))]
         assert plan.groups[1].kv_starts.tolist() == [0, 0, 0]
         assert plan.groups[0].dirty_rows.tolist() == []
         pool.done(plan)
-    pool.step(plan, [long], 1)
-    pool.done(plan)
-    pool.grow([long], 3)  # 21 tokens: entries up to 16 leave
+    grow(pool, growing, [long], 4)  # 21 tokens: entries up to 16 leave
     pool.step(plan, [long], 1)
     assert plan.groups[0].kv_starts.tolist() == [16]
-
-
-def test_groups_of_a_plan_are_made_by_a_plan(full_and_window):
-    kind = type(full_and_window.plan().groups[0])
-    for make in (kind, lambda: kind(None), lambda: kind.__new__(kind), lambda: kind(object())):
-        with pytest.raises(TypeError, match="a Plan makes its groups"):
-            make()
-
-
-def test_group_and_arena_out_of_range_name_the_limits(full_and_window):
-    handle = full_and_window.open()
-    for wrong in (-1, 2, 2**40):
-        for call in (full_and_window.table, full_and_window.kv_len):
-            with pytest.raises(ValueError, match=rf"group is out of range \({wrong}\), it must be in 0 \.\. 1$"):
-                call(handle, wrong)
-    for wrong in (-1, 1, 2**40):
-        with pytest.raises(ValueError, match=rf"arena is out of range \({wrong}\), it must be in 0 \.\. 0$"):
-            full_and_window.stats(wrong)
-    plain = Pool(8, 4)
-    with pytest.raises(ValueError, match=r"must be in 0 \.\. 0$"):
-        plain.table(plain.open(), 1)
-    with pytest.raises(ValueError, match=r"must be in 0 \.\. 0$"):
-        plain.stats(-1)
-
-
-def test_truncate_names_the_first_group_that_let_go():
-    pool = Watched(64, 4, groups=[Group.full(), Group.window(11), Group.window(6)])
-    handle = pool.open()
-    pool.grow([handle], 17)
-    for length, group in ((12, 1), (15, 2)):
-        with pytest.raises(ValueError, match=rf"group {group} let go .* the least length that is left is 17$"):
-            pool.truncate(handle, length)
-
-
-def test_options_make_another_pool_like_it(full_and_window):
-    options = full_and_window.options
-    assert options.groups == (Group.full(), Group.window(6, columns=2)) and options.lookahead == 0
-    other = Pool(**options._asdict())
-    assert other.fingerprint() == full_and_window.fingerprint()
-    assert other.fingerprint() != Pool(**options._replace(groups=options.groups[::-1])._asdict()).fingerprint()
-
-
-@pytest.mark.parametrize("make", [
-    lambda: {"groups": []},
-    lambda: {"groups": [Group.full()] * 9},
-    lambda: {"groups": [Group.full(block_size=12)]},
-    lambda: {"groups": [Group.full(block_size=2)]},
-    lambda: {"groups": [Group.full(), Group.full(arena=2, num_blocks=4)]},
-    lambda: {"groups": [Group.full(arena=1, num_blocks=4)]},
-    lambda: {"groups": [Group.full(arena=k, num_blocks=4 if k else None) for k in (0, 8)]},
-    lambda: {"groups": [Group.full(), Group.full(arena=1)]},
-    lambda: {"groups": [Group.full(num_blocks=16)]},
-    lambda: {"groups": [Group.full(), *[Group.full(arena=1, num_blocks=n) for n in (4, 5)]]},
-    lambda: {"groups": [Group.full(), Group.full(arena=1, num_blocks=1)]},
-    lambda: {"groups": [Group.full(), Group.state(2, blocks=30)], "prefix_cache": True},
-    lambda: {"groups": [Group.full()], "lookahead": -1},
-    lambda: {"groups": [Group.window(4), Group.chunk(2)], "lookahead": 2},
-    lambda: {"groups": [Group.window(0)]},
-    lambda: {"groups": [Group.window(4, keep=4)]},
-    lambda: {"groups": [Group.window(4, keep=-1)]},
-    lambda: {"groups": [Group.chunk(0)]},
-    lambda: {"groups": [Group.state(0)]},
-    lambda: {"groups": [Group.full(columns=0)]},
-    lambda: {"groups": [Group.full(columns=2)], "max_blocks_per_seq": 2**30},  # ids of a table
-    lambda: {"groups": [Group.full(block_size=8)], "max_blocks_per_seq": 2**31 - 1},  # base blocks, rounded up
-])  # fmt: skip
-def test_pools_that_cannot_be(make):
-    with pytest.raises(ValueError):
-        Pool(16, 4, max_seqs=4, **make())
 
 
 def test_plan_refuses_more_blocks_in_a_row_than_an_index_counts():
     pool = Pool(16, 4, max_seqs=4, groups=[Group.full(columns=4)])
     with pytest.raises(ValueError, match=f"a row has {2**32} block ids, the limit is {2**31 - 1}"):
         Plan(pool, 4, 4, table_width=2**30)
+
+
+def test_groups_of_a_plan_are_made_by_a_plan():
+    pool = Pool(16, 4, groups=[Group.full(), Group.window(6)])
+    kind = type(Plan(pool, 4).groups[0])
+    for make in (kind, lambda: kind(None), lambda: kind.__new__(kind), lambda: kind(object())):
+        with pytest.raises(TypeError, match="a Plan makes its groups"):
+            make()
+
+
+def test_plan_that_was_refused_half_way_forgets_nothing_in_its_finalizer():
+    pool = Pool(64, 1 << 20, max_seqs=4, groups=[Group.full(), Group.full(arena=1, num_blocks=1 << 12)])
+
+    class Forgets(Plan):
+        def __del__(self):
+            self.bind()
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match="slots"):
+            Forgets(pool, 64, 64, formats=("block_tables", "slot_mapping"), table_width=4)
+    pool.check()
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("groups", "match"), [
+    ([Group.full(), Group.window(4), Group.chunk(4), Group.state(4)], "group 0 is one"),
+    ([Group.window(4), Group.chunk(4), Group.state(4)], "the pool has none"),
+])  # fmt: skip
+def test_groups_that_let_go_by_themselves_refuse_to_lose_tokens(groups, match):
+    pool = Pool(64, 2, groups=groups)
+    plan, seq = Plan(pool, 1, 4), pool.open()
+    grow(pool, plan, [seq], 4)
+    for number, group in enumerate(groups):
+        for call in (
+            partial(pool.compact, seq, 1, group=number),
+            partial(pool.unshare, plan, [seq], 1, group=number),
+            partial(pool.evict_blocks, seq, [0], group=number),
+        ):
+            if group.kind != "full":
+                refused(pool, call, match=f"group {number} is a {group.kind}.*{match}")
+
+
+@pytest.mark.parametrize("groups", [None, [Group.full()], [Group.full(), Group.window(6)]])
+def test_group_and_arena_out_of_range_name_the_limits(groups):
+    pool, last = Pool(16, 4, groups=groups), len(groups or [None]) - 1
+    handle = pool.open()
+    for wrong in (-1, last + 1, 2**40):
+        limits = rf"group is out of range \({wrong}\), it must be in 0 \.\. {last}$"
+        refused(pool, partial(pool.table, handle, wrong), match=limits)
+        refused(pool, partial(pool.kv_len, handle, wrong), match=limits)
+        refused(pool, partial(pool.compact, handle, 0, group=wrong), match=limits)
+        refused(pool, partial(pool.evict_blocks, handle, [], wrong), match=limits)
+    for wrong in (-1, 1, 2**40):
+        with pytest.raises(ValueError, match=rf"arena is out of range \({wrong}\), it must be in 0 \.\. 0$"):
+            pool.stats(wrong)
+
+
+@pytest.mark.parametrize("options", [  # what tests/verify/constructors.py does not draw
+    {"groups": [Group.full(), Group.state(2, blocks=30)], "prefix_cache": True},
+    {"groups": [Group.full(columns=2)], "max_blocks_per_seq": 2**30},  # ids of a table
+    {"groups": [Group.full(block_size=8)], "max_blocks_per_seq": 2**31 - 1},  # base blocks, rounded up
+])  # fmt: skip
+def test_pool_with_more_than_there_can_be_is_refused(options):
+    with pytest.raises(ValueError):
+        Pool(16, 4, max_seqs=4, **options)
+
+
+def test_options_make_another_pool_like_it():
+    pool = Pool(64, 4, max_seqs=8, seed=1, groups=[Group.full(), Group.window(6, columns=2)])
+    options = pool.options
+    assert options.groups == (Group.full(), Group.window(6, columns=2)) and options.lookahead == 0
+    assert Pool(**options._asdict()).fingerprint() == pool.fingerprint()
+    assert pool.fingerprint() != Pool(**options._replace(groups=options.groups[::-1])._asdict()).fingerprint()
 
 
 def test_groups_are_groups():
@@ -266,16 +549,3 @@ def test_group_with_what_its_kind_does_not_use_is_refused(kind, names):
             assert getattr(dataclasses.replace(group, **{name: 3}), name) == 3
     with pytest.raises(ValueError, match="out of range"):
         dataclasses.replace(group, columns=1 << 20)
-
-
-def test_plan_that_was_refused_half_way_forgets_nothing_in_its_finalizer():
-    pool = Pool(64, 1 << 20, max_seqs=4, groups=[Group.full(), Group.full(arena=1, num_blocks=1 << 12)])
-
-    class Forgets(Plan):
-        def __del__(self):
-            self.bind()
-
-    for _ in range(20):
-        with pytest.raises(ValueError, match="slots"):
-            Forgets(pool, 64, 64, formats=("block_tables", "slot_mapping"), table_width=4)
-    pool.check()
