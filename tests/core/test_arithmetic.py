@@ -96,12 +96,14 @@ def test_blocks_whose_slots_lie_around_an_edge_have_exact_slots(edge, block_size
     pool.check()
 
 
+@pytest.mark.parametrize("formats", [("slot_mapping",), ("page_batch_info",)])
 @pytest.mark.parametrize("block_size", [2**30, 2**31 - 1])
-def test_slots_beyond_int32_are_refused_when_the_plan_is_made(block_size):
+def test_slots_beyond_int32_are_refused_when_the_plan_is_made(block_size, formats):
     small = {"max_seqs": 1, "max_blocks_per_seq": 1}
-    Plan(Pool(2, 2**30 - 1, **small), 1)
-    with pytest.raises(ValueError):
-        Plan(Pool(2, block_size, **small), 1)
+    Plan(Pool(2, 2**30 - 1, **small), 1, formats=formats)
+    with pytest.raises(ValueError, match=rf"^\[Plan\] .*{2 * block_size}"):
+        Plan(Pool(2, block_size, **small), 1, formats=formats)
+    Plan(Pool(2, block_size, **small), 1, formats=formats, dtype="int64")
 
 
 @pytest.mark.parametrize("count", [2**31, 2**32, 2**32 + 1, 2**40, 2**63 - 1])

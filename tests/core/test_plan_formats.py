@@ -1,9 +1,9 @@
 """The wire formats of a plan against a straightforward reference: pool.table, lengths and a few loops."""
 
-
 import numpy as np
 import pytest
 
+from kvpool import Group
 from kvpool.errors import CapacityExceeded
 from kvpool.stats import PageBatchInfo
 
@@ -87,17 +87,23 @@ BATCHES = {  # block_size, then lengths before the step and new tokens of each r
     "one row": (4, [6], [3]),
     "no rows": (4, [], []),
 }
+KINDS = {
+    "none": lambda size: None,
+    "columns": lambda size: [Group.full(columns=2, block_size=2 * size)],
+    "window": lambda size: [Group.full(block_size=4 * size), Group.window(5, keep=1, columns=2), Group.chunk(4)],
+}
 
 
 @pytest.fixture
 def batch(make_pool, grow):
-    """``batch(block_size, lengths)``: a pool and sequences of these lengths, in shuffled blocks."""
+    """``batch(block_size, lengths)``: a pool and rows of these lengths, in shuffled blocks; every other one has more
+    blocks than it needs."""
 
-    def make(block_size, lengths, num_blocks=64, **options):
+    def make(block_size, lengths, num_blocks=256, **options):
         pool = make_pool(num_blocks, block_size, **options)
         pool.blocks.alloc(8)
         pool.blocks.free([3, 1, 7, 5])
-        handles = [pool.open() for _ in lengths]
+        handles = [pool.open(k % 2 * 20) for k in range(len(lengths))]
         for length, handle in zip(lengths, handles, strict=True):
             if length:
                 grow(pool, handle, length)
@@ -107,121 +113,54 @@ def batch(make_pool, grow):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("pad_to", [None, (8, 64)], ids=["plain", "padded"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", BATCHES)
-def test_every_format_equals_the_reference(core, batch, make_plan, case, dtype):
+def test_every_format_equals_the_reference(core, batch, make_plan, case, kind, pad_to, dtype):
     block_size, lengths, new = BATCHES[case]
-    pool, handles = batch(block_size, lengths)
-    plan = make_plan(pool, formats=core.all_formats, table_width=20, dtype=dtype)
-    pool.step(plan, handles, new)
+    pool, handles = batch(block_size, lengths, groups=KINDS[kind](block_size))
+    plan = make_plan(pool, formats=core.all_formats, table_width=40, dtype=dtype)
+    pool.step(plan, handles, new, pad_to=pad_to)
     assert len(plan.handles) == len(handles) and plan.num_tokens == sum(new)
     assert plan.handles.dtype == np.int64 and plan.handles.tolist() == handles
     assert plan.served.dtype == np.uint8 and plan.served.tolist() == [1] * len(handles)
-    assert_shows(plan, expected(pool, handles, new, width=20), dtype)
+    rows, tokens = pad_to or (None, None)
+    for group in range(len(plan.groups)):
+        due = expected(pool, handles, new, rows=rows, tokens=tokens, width=40, group=group)
+        assert_shows(plan, due, dtype, group)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("case", BATCHES)
-def test_pad_to_equals_the_reference_with_padding(core, batch, make_plan, case, dtype):
-    block_size, lengths, new = BATCHES[case]
-    pool, handles = batch(block_size, lengths)
-    plan = make_plan(pool, formats=core.all_formats, table_width=20, dtype=dtype)
-    pool.step(plan, handles, new, pad_to=(8, 64))
-    assert len(plan.handles) == len(handles) and plan.num_tokens == sum(new)
-    assert_shows(plan, expected(pool, handles, new, rows=8, tokens=64, width=20), dtype)
-
-
-@pytest.mark.parametrize("least", [1, 11])
-def test_pads_of_the_callers_choice(core, batch, make_plan, least):
-    names = ("block_tables", "slot_mapping", "positions", "last_page_len", "slot_ids")
-    pad = dict(zip(names, range(least, least + len(names)), strict=True)) | {"seq_lens": 0}
-    pool, handles = batch(4, [7, 0, 12, 3])
-    new = [1, 6, 0, 2]
-    chosen = {name: value for name, value in pad.items() if value}
+@pytest.mark.parametrize(
+    ("reserved", "chosen"),
+    [
+        (1, {"block_tables": 1, "slot_mapping": 2, "positions": 3, "last_page_len": 4, "slot_ids": 5}),
+        (1, {"block_tables": 11, "slot_mapping": 12, "positions": 13, "last_page_len": 14, "slot_ids": 15}),
+        (0, {}),
+    ],
+)
+def test_pads_of_the_callers_choice(core, batch, make_plan, reserved, chosen):
+    pool, handles = batch(4, [7, 0, 12, 3], reserved_blocks=reserved)
+    new, pad = [1, 6, 0, 2], PAD | {"block_tables": reserved - 1} | chosen
     plan = make_plan(pool, formats=core.all_formats, table_width=6, pad=chosen)
     pool.step(plan, handles, new, pad_to=(8, 16))
     assert_shows(plan, expected(pool, handles, new, rows=8, tokens=16, width=6, pad=pad), "int32")
 
 
-def test_pool_without_a_reserved_block_pads_tables_with_minus_one(core, batch, make_plan):
-    pool, handles = batch(4, [7, 0, 3], reserved_blocks=0)
-    new = [1, 6, 0]
-    pad = PAD | {"block_tables": -1}
-    plan = make_plan(pool, formats=core.all_formats, table_width=6)
-    pool.step(plan, handles, new, pad_to=(5, 9))
-    assert_shows(plan, expected(pool, handles, new, rows=5, tokens=9, width=6, pad=pad), "int32")
-
-
-def test_dtype_per_array(core, batch, make_plan):
+def test_dtype_per_array(batch, make_plan):
     pool, handles = batch(4, [7, 0, 3])
     plan = make_plan(pool, dtype={"block_tables": "int32", "seq_lens": "int64", "slot_mapping": "int64"})
     pool.step(plan, handles, 1)
-    assert [plan.block_tables.dtype, plan.seq_lens.dtype, plan.slot_mapping.dtype] == [
-        "int32",
-        "int64",
-        "int64",
-    ]
-    assert [plan.slot_mapping.tolist()] == expected(pool, handles, [1, 1, 1], width=4)["slot_mapping"].tolist()
+    assert [plan.block_tables.dtype, plan.seq_lens.dtype, plan.slot_mapping.dtype] == ["int32", "int64", "int64"]
+    assert [plan.slot_mapping.tolist()] == expected(pool, handles, [1, 1, 1], width=20)["slot_mapping"].tolist()
 
 
-def test_reserved_blocks_of_a_sequence_are_in_its_table_but_not_in_csr(make_pool, make_plan):
-    pool = make_pool()
-    handle = pool.open(16)
-    plan = make_plan(pool, formats=("block_tables", "csr"), table_width=6)
-    pool.step(plan, [handle], 5)
-    assert plan.block_tables.tolist() == [[1, 2, 3, 4, 0, 0]]
-    assert plan.indptr.tolist() == [0, 2] and plan.indices.tolist() == [1, 2]
-    assert plan.last_page_len.tolist() == [1]
-
-
-@pytest.mark.parametrize("pad_to", [None, (3, 16)], ids=["plain", "padded"])
-@pytest.mark.parametrize("grown", [0, 1, 4, 9])
-def test_csr_rows_that_come_back_unchanged_are_right(make_pool, make_plan, grow, pad_to, grown):
-    """indices are moved from the first changed row on; rows that were away may lie under others by now."""
-    pool = make_pool(32)
-    handles = [pool.open() for _ in range(3)]
-    for handle, length in zip(handles, (4, 6, 2), strict=True):
-        grow(pool, handle, length)
-    plan = make_plan(pool, 3, 16, formats=("csr",))
-    pool.step(plan, handles, 0)
-    pool.done(plan)
-    pool.step(plan, handles[:1], grown, pad_to=pad_to)
-    pool.done(plan)
-    pool.step(plan, handles, 0)
-    tables = [pool.table(h).tolist() for h in handles]
-    assert plan.indices.tolist() == [block for table in tables for block in table]
-    assert plan.indptr.tolist() == [0, *np.cumsum([len(t) for t in tables])]
-
-
-def test_rows_that_shrink_are_padded_again(make_pool, make_plan, grow):
-    pool = make_pool()
-    long, short = pool.open(), pool.open()
-    grow(pool, long, 12)
-    grow(pool, short, 2)
-    plan = make_plan(pool, formats=("block_tables",), table_width=4)
-    pool.step(plan, [long], 1)
-    pool.done(plan)
-    pool.step(plan, [short], 1)
-    assert plan.block_tables.tolist() == [[4, 0, 0, 0]]
-    pool.done(plan)
-    pool.truncate(long, 3)
-    pool.step(plan, [long], 0)
-    assert plan.block_tables.tolist() == [[1, 0, 0, 0]]
-
-
-@pytest.mark.parametrize("kind", [int, np.int64, list, tuple, np.int32, "int64 array"])
+@pytest.mark.parametrize("kind", [int, np.int64, list, tuple, np.array, lambda new: np.array(new, np.int32)])
 def test_num_new_in_every_legal_form(make_pool, make_plan, kind):
     pool = make_pool()
-    handles = [pool.open() for _ in range(3)]
-    if kind in (int, np.int64):
-        new, total = kind(2), 6
-    else:
-        new, total = [2, 0, 1], 3
-        new = (
-            np.array(new, np.int64) if kind == "int64 array" else np.array(new, kind) if kind is np.int32 else kind(new)
-        )
-    plan = make_plan(pool)
+    plan, handles = make_plan(pool), [pool.open() for _ in range(3)]
+    new = kind(2) if kind in (int, np.int64) else kind([2, 0, 1])
     pool.step(plan, handles, new)
-    assert plan.num_tokens == total
+    assert plan.num_tokens == (6 if np.ndim(new) == 0 else 3)
 
 
 # --- Levanter's fields ------------------------------------------------------------------------------------
@@ -247,13 +186,6 @@ def test_page_batch_info_names_the_fields_of_levanter(make_pool, make_plan, grow
     assert fields["new_token_dests"].tolist() == [7 * 4 + 1, -1, -1, -1]
 
 
-def test_page_batch_info_pads_with_minus_one_beside_a_reserved_block(make_pool, make_plan):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 4, formats=("page_batch_info",), table_width=3)
-    pool.step(plan, [pool.open()], 5 - 1)
-    assert plan.block_tables.tolist() == [[1, -1, -1]]
-
-
 # --- shapes, limits, views --------------------------------------------------------------------------------
 
 
@@ -270,20 +202,11 @@ def test_attributes_are_the_same_objects_while_the_shape_stays(core, make_pool, 
     assert arrays["seq_lens"].tolist() == [2, 2]
 
 
-def test_attributes_follow_the_batch_size(make_pool, make_plan):
-    pool = make_pool()
-    handles = [pool.open() for _ in range(4)]
-    plan = make_plan(pool)
-    for rows in (4, 1, 3, 0, 4):
-        pool.step(plan, handles[:rows], 1)
-        assert plan.seq_lens.shape == (rows,) and plan.slot_mapping.shape == (rows,)
-        assert plan.block_tables.shape == (rows, 15)
-        pool.done(plan)
-
-
 def test_plan_defaults(core, make_pool):
     pool = make_pool(max_blocks_per_seq=5)
     plan = core.Plan(pool, 3)
+    assert (len(plan.handles), plan.num_tokens, plan.is_pending) == (0, 0, False)
+    assert plan.copies.shape == (0, 3) and plan.dirty_rows.shape == (0,)
     handles = [pool.open() for _ in range(3)]
     pool.step(plan, handles)
     assert plan.block_tables.shape == (3, 5)
@@ -292,65 +215,26 @@ def test_plan_defaults(core, make_pool):
     assert {a.dtype for a in (plan.block_tables, plan.seq_lens, plan.slot_mapping)} == {np.dtype("int32")}
 
 
-def test_fresh_plan_is_empty_and_not_pending(make_pool, make_plan):
-    plan = make_plan(make_pool())
-    assert (len(plan.handles), plan.num_tokens, plan.is_pending) == (0, 0, False)
-    assert plan.copies.shape == (0, 3) and plan.dirty_rows.shape == (0,)
+LIMITS = {  # rows and tokens of the plan, its other options; lengths, new tokens, what else is given; what is named
+    "rows": ((3, 64), {}, [0] * 4, 0, {}, 4),
+    "rows, partial": ((3, 64), {}, [0] * 4, 0, {"partial": True}, 4),
+    "tokens": ((3, 5), {}, [0, 0], 3, {}, 6),
+    "tokens, partial": ((3, 5), {}, [0, 0], 3, {"partial": True}, 6),
+    "tokens of decode rows": ((3, 2), {}, [1, 1, 1], 1, {}, 3),
+    "width": ((3, 64), {"table_width": 2}, [9], 0, {}, 3),
+    "blocks of a sequence": ((3, 64), {}, [60], 1, {}, 61),
+}
 
 
-def test_more_rows_than_the_plan_is_refused(make_pool, make_plan, refused):
-    pool = make_pool()
-    handles = [pool.open() for _ in range(4)]
-    plan = make_plan(pool, 3)
-    for partial in (False, True):
-        with refused(pool, CapacityExceeded, "step", 4, plans=[plan]):
-            pool.step(plan, handles, 0, partial=partial)
-
-
-def test_more_tokens_than_the_plan_is_refused(make_pool, make_plan, refused):
-    pool = make_pool()
-    handles = [pool.open(), pool.open()]
-    plan = make_plan(pool, 3, 5)
-    for partial in (False, True):
-        with refused(pool, CapacityExceeded, "step", 6, plans=[plan]):
-            pool.step(plan, handles, 3, partial=partial)
-    pool.step(plan, handles, [3, 2])
-
-
-def test_more_decode_rows_than_tokens_of_the_plan_is_refused(make_pool, make_plan, refused, grow):
-    pool = make_pool()
-    handles = [pool.open() for _ in range(3)]
-    for handle in handles:
-        grow(pool, handle, 1)
-    plan = make_plan(pool, 3, 2)
-    with refused(pool, CapacityExceeded, "step", 3, plans=[plan]):
-        pool.step(plan, handles, 1)
-    wide = make_plan(pool, 3, 3)
-    with refused(pool, ValueError, "step", 3, plans=[wide]):
-        pool.step(wide, handles, 1, pad_to=(3, 2))
-    pool.step(plan, handles[1:], 1)
-
-
-def test_wider_table_than_the_plan_is_refused(make_pool, make_plan, refused):
-    pool = make_pool()
-    handle = pool.open(12)
-    plan = make_plan(pool, table_width=2)
-    with refused(pool, CapacityExceeded, "step", 3, plans=[plan]):
-        pool.step(plan, [handle], 1)  # three blocks already, though one token needs one
-    pool.truncate(handle, 0)
-    pool.step(plan, [handle], 8)
-
-
-def test_longer_sequence_than_the_pool_allows_is_refused(make_pool, make_plan, refused):
-    pool = make_pool(max_blocks_per_seq=2)
-    handle = pool.open()
-    plan = make_plan(pool, formats=("seq_lens",))
-    for call in ("step", "reserve"):
-        with refused(pool, CapacityExceeded, call, plans=[plan]):
-            getattr(pool, call)(plan, [handle], 9)
-    with refused(pool, CapacityExceeded, "open"):
-        pool.open(9)
-    pool.step(plan, [handle], 8)
+@pytest.mark.parametrize("case", LIMITS)
+def test_step_beyond_a_limit_is_refused(make_pool, make_plan, grow, refused, case):
+    sizes, options, lengths, new, more, named = LIMITS[case]
+    pool = make_pool(64, max_blocks_per_seq=15)
+    plan, handles = make_plan(pool, *sizes, **options), [pool.open() for _ in lengths]
+    for handle, length in zip(handles, lengths, strict=True):
+        grow(pool, handle, length)
+    with refused(pool, CapacityExceeded, "step", named, plans=[plan]):
+        pool.step(plan, handles, new, **more)
 
 
 @pytest.mark.parametrize("pad_to", [(1, 64), (9, 64), (8, 3), (8, 65), (-1, 64), (8, -1), (2**40, 64), (8, 2**40)])
@@ -358,43 +242,6 @@ def test_pad_to_outside_batch_and_plan_is_refused(make_pool, make_plan, refused,
     pool = make_pool()
     handles = [pool.open(), pool.open()]
     plan = make_plan(pool, 8, 64)
-    with refused(pool, ValueError, "step", plans=[plan]):
-        pool.step(plan, handles, 2, pad_to=pad_to)
-
-
-def test_step_on_the_plan_of_another_pool_is_refused(make_pool, make_plan, refused):
-    pool, other = make_pool(), make_pool()
-    plan = make_plan(other)
-    for call in ("step", "reserve"):
-        with refused(pool, ValueError, call, plans=[plan]):
-            getattr(pool, call)(plan, [], 1)
-    for call in ("done", "rollback"):
-        with refused(pool, ValueError, call, plans=[plan]):
-            getattr(pool, call)(plan)
-
-
-# --- int32 ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", ["slot_mapping", "page_batch_info"])
-def test_int32_slots_are_refused_when_they_could_overflow(make_pool, make_plan, fmt):
-    pool = make_pool(4, 2**29)  # 4 * 2^29 = 2^31
-    with pytest.raises(ValueError) as caught:
-        make_plan(pool, 2, 2, formats=(fmt,))
-    assert str(caught.value).startswith("[Plan] ") and str(2**31) in str(caught.value)
-    make_plan(pool, 2, 2, formats=(fmt,), dtype="int64")
-
-
-def test_int32_slots_up_to_the_limit_are_legal(make_pool, make_plan):
-    pool = make_pool(3, (2**31 - 1) // 3)
-    make_plan(pool, 2, 2, formats=("slot_mapping",))
-
-
-def test_int64_slots_beyond_2_31_are_right(make_pool, make_plan, core):
-    pool = make_pool(9, 2**29)
-    pool.blocks.alloc(5)
-    handle = pool.open()
-    plan = make_plan(pool, 1, 4, formats=core.all_formats, dtype="int64")
-    pool.step(plan, [handle], 3)
-    slots = [6 * 2**29, 6 * 2**29 + 1, 6 * 2**29 + 2]
-    assert plan.slot_mapping.tolist() == slots
+    for new in (2, [2, 3]):
+        with refused(pool, ValueError, "step", plans=[plan]):
+            pool.step(plan, handles, new, pad_to=pad_to)
