@@ -47,26 +47,6 @@ def test_all_holders_in_one_plan_are_served_in_order_and_the_last_writes_in_plac
     assert plan.copies.shape == (0, 3)
 
 
-@pytest.mark.parametrize(("length", "new"), [(8, 1), (6, 0)], ids=["full blocks", "reads only"])
-def test_what_nobody_writes_is_never_copied(shared, make_plan, length, new):
-    pool, holders = shared(length, 3)
-    plan = make_plan(pool)
-    pool.step(plan, holders, new)
-    assert plan.copies.shape == (0, 3)
-    assert tables(pool, holders) == [[1, 2, *[3 + i] * new] for i in range(3)]
-    assert [pool.blocks.refcount(b) for b in (1, 2)] == [3, 3]
-
-
-@pytest.mark.parametrize("valid", [1, 2, 3])
-def test_long_write_copies_exactly_the_valid_tokens_and_appends(shared, make_plan, valid):
-    pool, (_, child) = shared(4 + valid, 2)
-    plan = make_plan(pool)
-    pool.step(plan, [child], 12 - valid)
-    assert plan.copies.tolist() == [[2, 3, valid]]
-    assert pool.table(child).tolist() == [1, 3, 4, 5]
-    assert plan.slot_mapping.tolist() == [*range(12 + valid, 24)]
-
-
 def test_source_is_held_until_the_plan_is_done(shared, make_plan):
     pool, (parent, child) = shared(6, 2)
     plan = make_plan(pool)
@@ -107,21 +87,6 @@ def test_write_below_what_a_pending_copy_reads_moves_away(shared, make_plan, cut
     assert pool.table(child).tolist() == [copies[0][1] if copies else 1]
 
 
-@pytest.mark.parametrize(("done", "copies"), [(False, [[1, 4, 2]]), (True, [])])
-def test_floor_is_the_largest_of_the_copies_that_are_pending(shared, make_plan, done, copies):
-    pool, (a, b, c) = shared(3, 3)
-    plans = [make_plan(pool) for _ in range(3)]
-    pool.truncate(b, 2)
-    pool.step(plans[0], [a], 1)  # reads three tokens of block 1
-    pool.step(plans[1], [b], 1)  # reads two
-    assert [plan.copies.tolist() for plan in plans[:2]] == [[[1, 2, 3]], [[1, 3, 2]]]
-    if done:
-        pool.done(plans[0])
-    pool.truncate(c, 2)
-    pool.step(plans[2], [c], 1)
-    assert plans[2].copies.tolist() == copies
-
-
 @pytest.mark.parametrize(
     ("order", "copies", "left"), [([0, 1], [[1, 2, 3], [1, 3, 1]], [[2], [3]]), ([1, 0], [[1, 2, 1]], [[1], [2]])]
 )
@@ -160,6 +125,52 @@ def test_reserved_blocks_that_are_shared_are_replaced_as_far_as_the_write_goes(
     pool.blocks.decref(named)
 
 
+# --- committed blocks -------------------------------------------------------------------------------------
+
+
+def test_write_into_a_committed_tail_after_truncate_copies_it(make_pool, make_plan, grow):
+    pool = make_pool(8)
+    handle = pool.open()
+    grow(pool, handle, 8)
+    assert pool.table(handle).tolist() == [1, 2]
+    pool.blocks.mark_cached([1, 2])
+    pool.truncate(handle, 7)  # block 2 stays, three tokens of it are valid
+    plan = make_plan(pool)
+    pool.step(plan, [handle], 1)
+    assert plan.copies.tolist() == [[2, 3, 3]]
+    assert pool.table(handle).tolist() == [1, 3]
+    assert plan.slot_mapping.tolist() == [3 * 4 + 3]
+    assert pool.blocks.refcount(2) == 0 and pool.stats().evictable == 0  # held by the pending copy
+    pool.done(plan)
+    assert pool.stats().evictable == 1  # the cached tokens of block 2 were never overwritten
+    pool.blocks.touch(2)
+    assert pool.blocks.refcount(2) == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "left", "marked", "new", "table"),
+    [
+        (8, 4, [1, 2], 1, [1, 3]),  # a block boundary: 2 is cached, 3 was blank
+        (0, 0, [1], 1, [3, 2]),  # no valid tokens: replaced without a copy
+        (7, 7, [1, 2], 0, [1, 2]),  # reading replaces nothing
+    ],
+)
+def test_committed_block_whose_tokens_nobody_overwrites_is_not_copied(
+    make_pool, make_plan, grow, length, left, marked, new, table
+):
+    pool = make_pool(8)
+    handle = pool.open(8)
+    grow(pool, handle, length)
+    pool.blocks.mark_cached(marked)
+    if left < length:
+        pool.truncate(handle, left)
+    plan = make_plan(pool)
+    pool.step(plan, [handle], new)
+    assert plan.copies.shape == (0, 3) and pool.table(handle).tolist() == table
+    pool.done(plan)
+    assert pool.stats().evictable == (new > 0)
+
+
 # --- reserve ----------------------------------------------------------------------------------------------
 
 
@@ -176,19 +187,6 @@ def test_reserve_takes_blocks_once_and_leaves_the_length(make_pool, make_plan, g
         assert plan.block_tables.tolist() == [[*blocks, 0, 0, 0][:4]]
         assert (pool.num_tokens(handle), pool.capacity(handle)) == (3, 4 * len(blocks))
         pool.done(plan)
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_reserve_resolves_the_shared_tail(shared, make_plan, in_order):
-    pool, (parent, child) = shared(6, 2, in_order=in_order)
-    first, second = make_plan(pool), make_plan(pool)
-    pool.reserve(first, [child], 1)
-    assert first.copies.tolist() == [[2, 3, 2]] and first.is_pending is not in_order
-    assert tables(pool, [parent, child]) == [[1, 2], [1, 3]]
-    if not in_order:
-        pool.done(first)
-    pool.step(second, [child], 1)
-    assert second.copies.shape == (0, 3) and second.slot_mapping.tolist() == [14]
 
 
 def test_step_inside_a_reservation_cannot_run_out_unless_a_fork_ends_it(make_any, make_plan, grow, refused):

@@ -1,11 +1,14 @@
-"""Block-level calls: alloc, incref, decref, free, refcount, and the order in which blocks are handed out."""
+"""Block-level calls: alloc, incref, decref, free, refcount, committed blocks, and the order in which blocks are taken.
 
-import itertools
+The fuzzer makes these calls in every arena, beside the plain model (`tests/verify`); here are their numbers.
+"""
+
 from array import array
 
 import numpy as np
 import pytest
 
+from kvpool import Group, Pool
 from kvpool.errors import DoubleFree, OutOfBlocks
 from tests.verify._hooks import corrupt
 
@@ -37,16 +40,12 @@ def test_alloc_out_fills_the_first_n_and_returns_the_array(make_any, refused):
     out = np.full(9, -7, np.int32)
     assert pool.blocks.alloc(3, out=out) is out
     assert out.tolist() == [1, 2, 3] + [-7] * 6
+    assert pool.blocks.alloc(1, out=(ints := array("i", [-7] * 2))) is ints and ints.tolist() == [4, -7]
+    with refused(pool, TypeError, "alloc"):
+        pool.blocks.alloc(1, out=array("q", [0] * 4))
     with refused(pool, OutOfBlocks, "alloc"):
         pool.blocks.alloc(5, out=out)
     assert out.tolist() == [1, 2, 3] + [-7] * 6
-
-
-def test_alloc_out_fills_any_buffer_of_int32(make_any, refused):
-    pool, out = make_any(8), array("i", [-7] * 4)
-    assert pool.blocks.alloc(3, out=out) is out and out.tolist() == [1, 2, 3, -7]
-    with refused(pool, TypeError, "alloc"):
-        pool.blocks.alloc(3, out=array("q", [0] * 4))
 
 
 def test_references_of_a_block_end_at_their_limit(make_pool, refused):
@@ -115,13 +114,6 @@ def test_duplicate_ids_in_one_batch_are_refused(make_any, refused, call):
         getattr(pool.blocks, call)([3, 1, 3])
 
 
-def test_reserved_ids_are_value_errors(make_any, refused):
-    pool = make_any(8, reserved_blocks=2)
-    for call, block in itertools.product(("incref", "decref", "free", "refcount"), (0, 1)):
-        with refused(pool, ValueError, call, block):
-            getattr(pool.blocks, call)(block)
-
-
 def test_raw_references_are_counted_apart_from_those_of_a_sequence(make_any, refused):
     pool = make_any(8)
     handle = pool.open(4)
@@ -143,20 +135,128 @@ def test_raw_references_are_counted_apart_from_those_of_a_sequence(make_any, ref
     assert pool.blocks.refcount(block) == 0 and places(pool) == (7, 0, 0, 0)
 
 
-def test_alloc_more_than_there_are_is_refused_with_the_numbers(make_any, refused):
+def test_arena_that_is_not_there_is_refused():
+    groups = [Group.full(), Group.full(arena=1, num_blocks=9), Group.state(7)]
+    for pool, count in ((Pool(8, 4), 1), (Pool(12, 4, groups=groups), 3)):
+        with pytest.raises(ValueError, match=rf"\[blocks\] there is no arena {count}, the pool has {count}"):
+            pool.blocks.arena(count)
+        with pytest.raises((ValueError, OverflowError)):
+            pool.blocks.arena(-1)
+        with pytest.raises(TypeError):
+            pool.blocks.arena("1")
+        assert repr(pool.blocks.arena(0)) == repr(pool.blocks)
+
+
+# --- committed blocks: LRU order, revival, and the list of dropped blocks ----------------------------------
+
+
+def cached(pool, order):
+    """Blocks 1..n, committed and released in `order`: the LRU list, oldest first."""
+    pool.blocks.alloc(len(order))
+    pool.blocks.mark_cached(order)
+    pool.blocks.free(order)
+
+
+def test_cached_blocks_are_evicted_oldest_release_first_after_the_blank_ones(make_any):
+    pool = make_any(7)
+    cached(pool, [2, 4, 1, 3])
+    stats = pool.stats()
+    assert (stats.blank, stats.evictable, stats.used) == (2, 4, 0)
+    assert pool.blocks.alloc(3).tolist() == [5, 6, 2]
+    assert [pool.blocks.alloc() for _ in range(3)] == [4, 1, 3]
+    assert pool.blocks.drain_evicted().tolist() == [2, 4, 1, 3] and pool.stats().evictions == 4
+    pool.blocks.free([1, 2])  # a block that was taken has no flags
+    assert (pool.stats().blank, pool.stats().evictable) == (2, 0)
+
+
+@pytest.mark.parametrize(("left", "order"), [(None, [4, 3, 2, 1]), (4, [4, 3, 2])], ids=["close", "truncate"])
+def test_close_and_truncate_put_children_before_parents(make_pool, grow, left, order):
+    pool = make_pool(8)
+    handle = pool.open()
+    grow(pool, handle, 16)
+    pool.blocks.mark_cached(pool.table(handle))
+    pool.close(handle) if left is None else pool.truncate(handle, left)
+    assert pool.blocks.evict(2) == 2 and pool.blocks.evict(9) == len(order) - 2
+    assert pool.blocks.drain_evicted().tolist() == order
+
+
+@pytest.mark.parametrize("block", [1, 2, 3], ids=["oldest", "middle", "newest"])
+def test_touch_unlinks_from_anywhere_in_the_lru_and_a_release_goes_to_the_new_end(make_any, block):
+    pool = make_any(5)
+    cached(pool, [1, 2, 3])
+    pool.blocks.touch(block)
+    assert pool.blocks.refcount(block) == 1 and pool.stats().evictable == 2
+    pool.blocks.decref(block)
+    assert pool.blocks.evict(5) == 3
+    assert pool.blocks.drain_evicted().tolist() == [*({1, 2, 3} - {block}), block]
+
+
+@pytest.mark.parametrize("n, cleared", [(0, 0), (2, 2), (10**6, 3)])
+def test_evict_returns_how_many_it_cleared_and_drain_gives_them_once(make_any, n, cleared):
+    pool = make_any(6)
+    cached(pool, [1, 2, 3])
+    assert pool.blocks.evict(n) == pool.stats().evictions == cleared
+    dropped, again = pool.blocks.drain_evicted(), pool.blocks.drain_evicted()
+    assert dropped.dtype == again.dtype == np.int32 and again.shape == (0,)
+    assert dropped.tolist() == [1, 2, 3][:cleared]
+    # Each goes to the top of the blank stack; however often it is taken, it is told of once.
+    assert pool.blocks.alloc(cleared + 2).tolist() == [*[1, 2, 3][:cleared][::-1], 4, 5]
+    pool.blocks.free([4, 5])
+    assert pool.blocks.drain_evicted().tolist() == []
+
+
+def test_call_that_does_not_fit_the_state_of_a_block_is_refused(make_any, refused):
     pool = make_any(6)
     pool.blocks.alloc(2)
-    with refused(pool, OutOfBlocks, "alloc", 4) as caught:
-        pool.blocks.alloc(4)
-    error = caught.value
-    assert (error.needed, error.short_by, error.row, error.handle) == (4, 1, -1, -1)
-    assert (error.blank, error.evictable, error.limbo) == (3, 0, 0)
-    assert pool.blocks.alloc(3).tolist() == [3, 4, 5]
+    pool.blocks.mark_cached(1)
+    for call, block, error in (("mark_cached", 1, ValueError), ("touch", 5, ValueError)):
+        with refused(pool, error, call, block):
+            getattr(pool.blocks, call)([*{1, 2} - {block}, block])
+    pool.blocks.free(1)
+    with refused(pool, DoubleFree, "mark_cached", 1):
+        pool.blocks.mark_cached(1)
+    pool.blocks.evict(1)
+    with refused(pool, ValueError, "touch", 1):
+        pool.blocks.touch(1)
+    assert pool.blocks.alloc() == 1  # the index does not know yet that it was evicted
+    with refused(pool, ValueError, "mark_cached", 1):
+        pool.blocks.mark_cached(1)
+    pool.blocks.drain_evicted()
+    pool.blocks.mark_cached(1)
+    pool.blocks.free(1)
+    assert pool.stats().evictable == 1
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16, 31, 256, 2**20])
-def test_any_block_size_is_legal(make_pool, block_size):
-    pool = make_pool(5, block_size)
-    handle = pool.open(block_size + 1)
-    assert pool.table(handle).tolist() == [1, 2]
-    assert pool.capacity(handle) == 2 * block_size
+@pytest.mark.parametrize(
+    "block, rest",
+    [(None, [3, 2, 1]), (3, [2, 1]), (2, [3, 1]), (1, [3, 2])],
+    ids=["no", "oldest", "middle", "newest"],
+)
+def test_committed_block_in_limbo_becomes_evictable_unless_it_was_touched(make_pool, make_plan, grow, block, rest):
+    pool = make_pool(8)
+    old, new = pool.open(), pool.open()
+    grow(pool, old, 12)
+    pool.blocks.mark_cached([1, 2, 3])
+    plan = make_plan(pool)
+    pool.step(plan, [new], 1)
+    pool.close(old)  # limbo: 3, 2, 1
+    if block is not None:
+        pool.blocks.touch(block)
+        assert pool.blocks.refcount(block) == 1
+    assert (pool.stats().limbo, pool.stats().evictable) == (len(rest), 0) and pool.blocks.evict(1) == 0
+    pool.done(plan)
+    assert (pool.stats().limbo, pool.stats().evictable) == (0, len(rest))
+    assert pool.blocks.evict(8) == len(rest)
+    assert pool.blocks.drain_evicted().tolist() == rest
+
+
+def test_reset_notes_every_committed_block_as_dropped(make_pool):
+    pool = make_pool(6)
+    pool.blocks.alloc(3)
+    pool.blocks.mark_cached([1, 3])
+    pool.blocks.free(1)
+    pool.reset()
+    stats = pool.stats()
+    assert (stats.blank, stats.evictable, stats.used) == (5, 0, 0)
+    assert sorted(pool.blocks.drain_evicted().tolist()) == [1, 3]
+    assert pool.blocks.alloc(5).tolist() == [1, 2, 3, 4, 5]
