@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from kvpool import Group, Pool
+
 
 def test_equal_calls_on_two_pools_give_equal_ids_digests_and_fingerprints(make_any, make_plan, grow):
     ends = []
@@ -121,24 +123,23 @@ def test_fingerprint_sees_generations(make_any):
     assert pool.fingerprint() != other.fingerprint()
 
 
-def test_ids_follow_the_batch_order_not_the_kind_of_batch(make_pool, make_plan):
-    tables = set()
-    for kind in (list, tuple, np.array):
+def test_digest_sees_the_arena_of_a_call():
+    digests = set()
+    for arena in (0, 1, 2):
+        pool = Pool(12, 4, groups=[Group.full(), Group.window(6, arena=1, num_blocks=9), Group.state(7)])
+        pool.blocks.arena(arena).alloc(2)
+        digests.add(pool.digest())
+    assert len(digests) == 3
+
+
+def test_kind_of_a_batch_does_not_count(make_pool, make_plan):
+    states = set()
+    for kind, counts in ((list, [5, 1, 2, 9]), (tuple, [5, 1, 2, 9]), (np.array, [5, 1, 2, 9])):
         pool = make_pool()
-        handles = [pool.open() for _ in range(4)]
-        pool.step(make_plan(pool), kind(handles[::-1]), kind([5, 1, 2, 9]))
-        tables.add(tuple(tuple(pool.table(h, 0).ravel().tolist()) for h in handles))
-    assert tables == {((5, 6, 7), (4,), (3,), (1, 2))}
-
-
-def test_one_count_for_all_rows_and_a_count_per_row_leave_the_same_state(core):
-    states = []
-    for count in (1, [1, 1], np.array([1, 1], np.int32)):
-        pool = core.Pool(16, 4)
-        plan = core.Plan(pool, 2, 8, table_width=4)
-        handles = [pool.open() for _ in range(2)]
-        pool.step(plan, handles, [3, 4])
+        plan, handles = make_plan(pool), [pool.open() for _ in range(4)]
+        pool.step(plan, kind(handles[::-1]), kind(counts))
+        assert [pool.table(h).tolist() for h in handles] == [[5, 6, 7], [4], [3], [1, 2]]  # the order of the batch
         pool.done(plan)
-        pool.step(plan, handles, count)
-        states.append((pool.digest(), pool.fingerprint()))
-    assert states[0] == states[1] == states[2]
+        pool.step(plan, handles, {list: 1, tuple: [1] * 4, np.array: np.ones(4, np.int32)}[kind])
+        states.add((pool.digest(), pool.fingerprint()))
+    assert len(states) == 1

@@ -55,38 +55,17 @@ def test_one_of_everything(make_pool, make_plan, grow):
     assert stats.peak_used == 6  # 3 4 5 6 7 8
 
 
-@pytest.mark.parametrize(
-    "lengths, paged, static", [((32, 128, 64, 256), 30, 64), ((1, 1, 1), 3, 3), ((15, 16, 17), 4, 6)]
-)
-def test_paged_blocks_against_static_reservation(make_pool, grow, lengths, paged, static):
-    pool = make_pool(128, 16)
-    for length in lengths:
-        grow(pool, pool.open(), length)
-    stats = pool.stats()
-    assert stats.used == paged
-    assert len(lengths) * -(-max(lengths) // 16) == static
-    assert stats.tokens == sum(lengths) and stats.capacity == paged * 16
-
-
-def test_fragmentation_counts_reserved_blocks_as_capacity(make_pool, grow):
+def test_fragmentation_counts_reserved_blocks_as_capacity_and_shared_ones_per_sequence(make_pool, grow):
     pool = make_pool(16, 4)
     handle = pool.open(8)
     assert pool.stats().fragmentation == 1.0
     grow(pool, handle, 6)
     assert pool.stats().fragmentation == 0.25
-    grow(pool, handle, 2)
-    assert pool.stats().fragmentation == 0.0
-    pool.close(handle)
-    assert (pool.stats().fragmentation, pool.stats().tokens, pool.stats().capacity) == (0.0, 0, 0)
-
-
-def test_fragmentation_counts_shared_blocks_per_sequence(make_pool, grow):
-    pool = make_pool(16, 4)
-    parent = pool.open()
-    grow(pool, parent, 6)
-    pool.fork(parent, 3)
+    children = pool.fork(handle, 3)
     stats = pool.stats()
     assert (stats.tokens, stats.capacity, stats.used, stats.shared) == (24, 32, 2, 2)
+    pool.close([handle, *children])
+    assert (pool.stats().fragmentation, pool.stats().tokens, pool.stats().capacity) == (0.0, 0, 0)
 
 
 def test_peak_used_is_the_most_ever_used_and_counts_blocks_that_come_back_to_life(make_any):
@@ -102,29 +81,6 @@ def test_peak_used_is_the_most_ever_used_and_counts_blocks_that_come_back_to_lif
     pool.reset()
     stats = pool.stats()
     assert (stats.allocs, stats.peak_used, stats.used) == (12, 7, 0)  # counters of use survive
-
-
-def test_cow_counts_copies_of_tokens_over_steps(make_pool, make_plan, grow):
-    pool = make_pool(32, 8)
-    parent = pool.open()
-    grow(pool, parent, 5)
-    plan = make_plan(pool)
-    pool.step(plan, [parent, *map(int, pool.fork(parent, 3))], 1)
-    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (3, 15)
-    pool.done(plan)
-    pool.step(plan, [int(pool.fork(parent)[0])], 1)
-    assert (pool.stats().cow_copies, pool.stats().cow_tokens) == (4, 21)
-
-
-def test_evictions_count_both_ways_of_eviction(make_any):
-    pool = make_any(5, 4)
-    ids = pool.blocks.alloc(4)
-    pool.blocks.mark_cached(ids)
-    pool.blocks.free(ids)
-    pool.blocks.evict(1)
-    pool.blocks.alloc(3)  # the blank one and two cached ones
-    stats = pool.stats()
-    assert (stats.evictions, stats.evictable, stats.allocs) == (3, 1, 7)
 
 
 def test_refused_calls_count_nothing(make_any):
