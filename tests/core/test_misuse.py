@@ -86,7 +86,15 @@ COUNTS = {  # "call parameter": an integer >= 0 is expected
     "unshare lens": lambda s, v: s.pool.unshare(s.plan, [s.a], v),
     "unshare first": lambda s, v: s.pool.unshare(s.plan, [s.a], 1, v),
 }
-SIZES = ("num_blocks", "block_size", "max_seqs", "max_blocks_per_seq", "reserved_blocks", "watermark", "seed")
+SIZES = {  # of a pool, and values outside their limits
+    "num_blocks": [0, 1, -1, 2**31, 2**63, 2**64],  # 1: not more than the reserved ones
+    "block_size": [0, -16, 2**31, 2**58, 2**63, 2**64],  # 24 * 2^58 > 2^62
+    "max_seqs": [0, -1, 2**20 + 1, 2**64],
+    "max_blocks_per_seq": [0, -1, 2**63],
+    "reserved_blocks": [-1, 24, 2**40],
+    "watermark": [-1, 24, 2**64],  # 23 blocks can be allocated
+    "seed": [],
+}
 CONSTRUCTOR = {f"Pool {name}": (lambda s, v, name=name: make_wrong(s, **{name: v})) for name in SIZES}
 HANDLE_BATCH = {
     "close": lambda s, v: s.pool.close(v),
@@ -107,79 +115,145 @@ NUM_NEW = {  # one integer per row
     "unshare": lambda s, v: s.pool.unshare(s.plan, [s.a, s.b], v),
 }
 ID_BATCH = {name: call for name, call in ONE_BLOCK.items() if name != "refcount"}
-BATCHES = [
-    *((kind, call) for kind, calls in (("ids", ID_BATCH), ("handles", HANDLE_BATCH)) for call in calls),
-    *(("counts", call) for call in NUM_NEW),
-]
+EITHER = (TypeError, ValueError)
+NOT_AN_INT = (
+    *(2.0, 2.5, float("nan"), float("inf"), 2j, True, np.True_, np.float64(2.0), np.float32(2.0), "2", b"2", None),
+    *(Decimal(2), object(), {}, {2}, np.array(2.0)),
+)
+TOO_LARGE = (2**63, 2**64, 10**30)
+OUTSIDE_INT64 = (-1, -(2**31) - 1, -(2**63), -(2**64), *TOO_LARGE)
+MEANS_DEFAULT = ("alloc n", "Pool max_blocks_per_seq", "Pool seed")  # None does
 
 
-def batch_of(scene, kind, call):
-    """A call of a batch, two right elements for it, and whether they may be int32."""
-    if kind == "ids":
-        return ID_BATCH[call], [scene.raw, scene.pool.blocks.alloc()], np.int32
-    if kind == "handles":
-        return HANDLE_BATCH[call], [scene.a, scene.b], np.int64
-    return NUM_NEW[call], [1, 1], np.int32
+def shown(value):
+    """How a message shows a value, where it does so in one way."""
+    return None if isinstance(value, (dict, set, bytes, np.ndarray)) else repr(value)
 
 
-NOT_AN_INT = {
-    "float": 2.0,
-    "fraction": 2.5,
-    "nan": float("nan"),
-    "inf": float("inf"),
-    "complex": 2j,
-    "bool": True,
-    "numpy bool": np.True_,
-    "numpy float64": np.float64(2.0),
-    "numpy float32": np.float32(2.0),
-    "str": "2",
-    "bytes": b"2",
-    "None": None,
-    "Decimal": Decimal(2),
-    "object": object(),
-    "dict": {},
-    "set": {2},
-    "0-d float array": np.array(2.0),
+def wrong_counts(scene, call):
+    for value in NOT_AN_INT:
+        if value is not None or call not in MEANS_DEFAULT:
+            yield TypeError, value, shown(value)
+    for value in OUTSIDE_INT64 if call in COUNTS else SIZES[call.split()[1]]:
+        yield ValueError, value, value
+
+
+def wrong_blocks(scene, call):
+    for value in NOT_AN_INT:
+        yield TypeError, value, shown(value)
+    for value in (-1, 24, 2**31 - 1, 2**31, 2**32 + 5, 2**62, *TOO_LARGE, -(2**31), -(2**64)):
+        yield IndexError, value, value
+    if call in ("incref", "decref", "free", "refcount"):
+        yield ValueError, 0, 0  # a reserved block
+
+
+def wrong_handles(scene, call):
+    for value in NOT_AN_INT:
+        yield TypeError, value, shown(value)
+    for value in (-1, -(2**63), 2**63, 2**64 + 3):
+        yield ValueError, value, value
+
+
+def wrong_id_batches(scene, call):
+    raw, more = scene.raw, scene.pool.blocks.alloc()
+    if call == "touch":
+        scene.pool.blocks.mark_cached([raw, more])
+    yield from wrong_items(raw)
+    for value in (-1, 24, 2**31, 2**32 + 5, 2**63, -(2**64)):
+        yield IndexError, [raw, value], value
+    if call in ("incref", "decref", "free", "mark_cached"):
+        yield DoubleFree, [raw, 20], 20  # which nobody holds
+    yield from wrong_arrays(np.int32, [raw, more], narrow=True)
+
+
+def wrong_handle_batches(scene, call):
+    yield from wrong_items(scene.a)
+    for value in (2.0, "2", None, {}, {2}, object()):
+        yield TypeError, value, None
+    for value in (-1, -(2**63), 2**63, 2**64 + 3):
+        yield ValueError, [scene.a, value], value
+    cases = ((scene.dead, StaleHandle), (scene.foreign, ForeignHandle), (0, ForeignHandle), (scene.a, ValueError))
+    for kind, (handle, exception) in product((list, tuple, np.array), cases):
+        yield exception, kind([scene.a, handle]), handle
+    many = (CapacityExceeded, StaleHandle, ValueError)
+    yield many, np.full(50_000, scene.dead), None
+    yield many, [scene.a] * 100_000, None
+    yield from wrong_arrays(np.int64, [scene.a, scene.b], narrow=False)
+
+
+def wrong_counts_per_row(scene, call):
+    yield from wrong_items(1, kind=tuple)
+    for values in ([-1, 1], [1, -1], np.array([1, -5], np.int32), np.array([-(2**63), 1])):
+        yield ValueError, values, min(values)
+    for values in ([], [1], [1, 1, 1], np.zeros(3, np.int32), np.zeros(0, np.int64)):
+        yield ValueError, values, len(values)
+    if call in ("step", "reserve"):  # whose sums do not wrap
+        for values in ([2**62, 2**62], [2**63 - 1, 1], [2**63 - 1, 2**63 - 1], [2**32, 2**32]):
+            yield CapacityExceeded, values, None
+            yield CapacityExceeded, np.array(values, np.int64), None
+    yield from wrong_arrays(np.int32, [1, 1], narrow=True)
+
+
+def wrong_items(first, kind=list):
+    for value in (2.0, True, np.True_, np.float64(2.0), "2", None, object()):
+        yield TypeError, kind([first, value]), repr(value)
+
+
+def wrong_arrays(dtype, values, narrow):
+    """Arrays that hold the right values in a wrong form. `narrow`: they may be int32."""
+    right, spread = np.array(values, dtype), np.zeros(4, dtype)
+    spread[::2] = values
+    for kind in (np.float64, np.float32, complex, np.uint32, np.uint64, object, "M8[s]"):
+        yield TypeError, right.astype(kind), None
+    for kind in (np.float16, np.int8, np.int16, bool, [("x", dtype)], *([] if narrow else [np.int32])):
+        yield TypeError, np.ones(2, kind), None
+    yield TypeError, np.array(["1", "2"]), None
+    yield EITHER, right.astype(np.dtype(dtype).newbyteorder(">")), None
+    two_dimensions = (right.reshape(1, 2), np.zeros((0, 2), dtype))
+    for array in (spread[::2], right[::-1], *two_dimensions, np.broadcast_to(right[:1], (2,))):
+        yield ValueError, array, None
+
+
+MATRIX = {
+    wrong_counts: COUNTS | CONSTRUCTOR,
+    wrong_blocks: ONE_BLOCK,
+    wrong_handles: ONE_HANDLE,
+    wrong_id_batches: ID_BATCH,
+    wrong_handle_batches: HANDLE_BATCH,
+    wrong_counts_per_row: NUM_NEW,
 }
 
 
-# --- wrong types ------------------------------------------------------------------------------------------
-
-MEANS_DEFAULT = {("alloc n", "None"), ("Pool max_blocks_per_seq", "None"), ("Pool seed", "None")}
-
-
-@pytest.mark.parametrize("call", [*COUNTS, *CONSTRUCTOR])
-def test_count_of_a_wrong_type_is_a_type_error(scene, refused, call):
-    for value, wrong in NOT_AN_INT.items():
-        if (call, value) in MEANS_DEFAULT:
-            continue
-        shown = repr(wrong) if value not in ("dict", "set", "bytes") else None
-        with refused(scene.pool, TypeError, call.split()[0], shown, plans=[scene.plan]):
-            (COUNTS | CONSTRUCTOR)[call](scene, wrong)
+@pytest.mark.parametrize(("wrong", "call"), [(wrong, call) for wrong, calls in MATRIX.items() for call in calls])
+def test_wrong_argument_is_refused_by_name_and_value(scene, refused, wrong, call):
+    for exception, value, named in wrong(scene, call):
+        with refused(scene.pool, exception, call.split()[0], named, plans=[scene.plan]):
+            MATRIX[wrong][call](scene, value)
 
 
-@pytest.mark.parametrize("call", [*ONE_BLOCK, *ONE_HANDLE])
-def test_id_of_a_wrong_type_is_a_type_error(scene, refused, call):
-    for value, wrong in NOT_AN_INT.items():
-        shown = repr(wrong) if value not in ("dict", "set", "bytes", "0-d float array") else None
-        with refused(scene.pool, TypeError, call, shown, plans=[scene.plan]):
-            (ONE_BLOCK | ONE_HANDLE)[call](scene, wrong)
+HUGE = {  # what a count far beyond the pool, but inside int64, is refused with
+    "alloc n": OutOfBlocks,
+    "open num_tokens": (CapacityExceeded, ValueError),
+    "fork n": (OutOfSequences, ValueError),
+    "truncate lens": ValueError,
+    "step num_new": CapacityExceeded,
+    "reserve num_new": CapacityExceeded,
+    "compact lens": ValueError,
+    "unshare lens": ValueError,
+}
 
 
-@pytest.mark.parametrize(("kind", "call"), BATCHES)
-def test_wrong_type_inside_a_list_is_a_type_error(scene, refused, kind, call):
-    make, (first, _), _ = batch_of(scene, kind, call)
-    for value in ["float", "bool", "numpy bool", "numpy float64", "str", "None", "object"]:
-        wrong = NOT_AN_INT[value]
-        with refused(scene.pool, TypeError, call, repr(wrong), plans=[scene.plan]):
-            make(scene, (first, wrong) if kind == "counts" else [first, wrong])
+@pytest.mark.parametrize("call", HUGE)
+def test_huge_count_does_not_wrap(scene, refused, call):
+    for value in [2**31 - 1, 2**31, 2**32 + 1, 2**62, 2**63 - 1]:
+        with refused(scene.pool, HUGE[call], call.split()[0], plans=[scene.plan]):
+            COUNTS[call](scene, value)
 
 
-@pytest.mark.parametrize("call", HANDLE_BATCH)
-def test_batch_of_handles_that_is_no_batch_is_a_type_error(scene, refused, call):
-    for value in ["float", "str", "None", "dict", "set", "object"]:
-        with refused(scene.pool, TypeError, call, plans=[scene.plan]):
-            HANDLE_BATCH[call](scene, NOT_AN_INT[value])
+def test_huge_count_is_legal_where_it_asks_for_nothing(scene):
+    for value in (2**31, 2**62, 2**63 - 1):
+        assert scene.pool.can([scene.a], value) is scene.pool.can([scene.a, scene.b], [0, value]) is False
+        assert scene.pool.blocks.evict(value) == 0
 
 
 @pytest.mark.parametrize("call", ["step", "reserve", "unshare", "done", "rollback"])
@@ -202,125 +276,6 @@ def test_pad_to_of_a_wrong_type_or_size(scene, refused, pad_to):
         scene.pool.step(scene.plan, [scene.a], 1, pad_to=pad_to)
 
 
-# --- wrong values -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", COUNTS)
-def test_count_that_is_negative_or_beyond_int64_is_a_value_error(scene, refused, call):
-    for value in [-1, -(2**31) - 1, -(2**63), -(2**64), 2**63, 2**64, 10**30]:
-        with refused(scene.pool, ValueError, call.split()[0], value, plans=[scene.plan]):
-            COUNTS[call](scene, value)
-
-
-HUGE = {  # what a count far beyond the pool, but inside int64, is refused with
-    "alloc n": OutOfBlocks,
-    "open num_tokens": (CapacityExceeded, ValueError),
-    "fork n": (OutOfSequences, ValueError),
-    "truncate lens": ValueError,
-    "step num_new": CapacityExceeded,
-    "reserve num_new": CapacityExceeded,
-    "compact lens": ValueError,
-    "unshare lens": ValueError,
-}
-
-
-@pytest.mark.parametrize("call", HUGE)
-def test_huge_count_does_not_wrap(scene, refused, call):
-    for value in [2**31 - 1, 2**31, 2**32 + 1, 2**62, 2**63 - 1]:
-        with refused(scene.pool, HUGE[call], call.split()[0], plans=[scene.plan]):
-            COUNTS[call](scene, value)
-
-
-@pytest.mark.parametrize("call", ["step", "reserve"])
-def test_sum_of_huge_counts_does_not_wrap(scene, refused, call):
-    for values in [[2**62, 2**62], [2**63 - 1, 1], [2**63 - 1, 2**63 - 1], [2**32, 2**32]]:
-        with refused(scene.pool, CapacityExceeded, call, plans=[scene.plan]):
-            NUM_NEW[call](scene, values)
-        with refused(scene.pool, CapacityExceeded, call, plans=[scene.plan]):
-            NUM_NEW[call](scene, np.array(values, np.int64))
-
-
-def test_huge_count_is_legal_where_it_asks_for_nothing(scene):
-    for value in (2**31, 2**62, 2**63 - 1):
-        assert scene.pool.can([scene.a], value) is scene.pool.can([scene.a, scene.b], [0, value]) is False
-        assert scene.pool.blocks.evict(value) == 0
-
-
-@pytest.mark.parametrize("call", NUM_NEW)
-def test_negative_count_in_a_batch_is_a_value_error(scene, refused, call):
-    for values in [[-1, 1], [1, -1], np.array([1, -5], np.int32), np.array([-(2**63), 1])]:
-        with refused(scene.pool, ValueError, call, min(values), plans=[scene.plan]):
-            NUM_NEW[call](scene, values)
-
-
-@pytest.mark.parametrize("call", NUM_NEW)
-def test_counts_of_another_length_than_the_batch_are_a_value_error(scene, refused, call):
-    for values in [[], [1], [1, 1, 1], np.zeros(3, np.int32), np.zeros(0, np.int64)]:
-        with refused(scene.pool, ValueError, call, len(values), plans=[scene.plan]):
-            NUM_NEW[call](scene, values)
-
-
-@pytest.mark.parametrize("call", ONE_BLOCK)
-def test_block_id_outside_the_pool_is_an_index_error(scene, refused, call):
-    for value in [-1, 24, 2**31 - 1, 2**31, 2**32 + 5, 2**62, 2**63, 2**64, -(2**31), -(2**64)]:
-        with refused(scene.pool, IndexError, call, value):
-            ONE_BLOCK[call](scene, value)
-        if call in ID_BATCH:
-            with refused(scene.pool, IndexError, call, value):
-                ONE_BLOCK[call](scene, [scene.raw, value])
-
-
-@pytest.mark.parametrize("call", ["incref", "decref", "free", "refcount"])
-def test_reserved_block_is_a_value_error_in_every_call(scene, refused, call):
-    with refused(scene.pool, ValueError, call, 0):
-        ONE_BLOCK[call](scene, 0)
-
-
-@pytest.mark.parametrize("call", ["incref", "decref", "free", "mark_cached"])
-def test_block_nobody_holds_is_double_free(scene, refused, call):
-    with refused(scene.pool, DoubleFree, call, 20):
-        ONE_BLOCK[call](scene, [scene.raw, 20])
-
-
-@pytest.mark.parametrize("call", [*ONE_HANDLE, *HANDLE_BATCH])
-def test_handle_outside_int64_is_a_value_error(scene, refused, call):
-    for value in [-1, -(2**63), 2**63, 2**64 + 3]:
-        for calls, given in ((ONE_HANDLE, value), (HANDLE_BATCH, [scene.a, value])):
-            if call in calls:
-                with refused(scene.pool, ValueError, call, value, plans=[scene.plan]):
-                    calls[call](scene, given)
-
-
-@pytest.mark.parametrize("call", HANDLE_BATCH)
-def test_stale_foreign_and_duplicate_handles_in_a_batch(scene, refused, call):
-    cases = (
-        (scene.dead, StaleHandle),
-        (scene.foreign, ForeignHandle),
-        (0, ForeignHandle),
-        (scene.a, ValueError),
-    )
-    for kind, (handle, exception) in product((list, tuple, np.array), cases):
-        with refused(scene.pool, exception, call, handle, plans=[scene.plan]):
-            HANDLE_BATCH[call](scene, kind([scene.a, handle]))
-
-
-CONSTRUCTOR_VALUES = {
-    "num_blocks": [0, 1, -1, 2**31, 2**63, 2**64],  # 1: not more than the reserved ones
-    "block_size": [0, -16, 2**31, 2**58, 2**63, 2**64],  # 24 * 2^58 > 2^62
-    "max_seqs": [0, -1, 2**20 + 1, 2**64],
-    "max_blocks_per_seq": [0, -1, 2**63],
-    "reserved_blocks": [-1, 24, 2**40],
-    "watermark": [-1, 24, 2**64],  # 23 blocks can be allocated
-}
-
-
-@pytest.mark.parametrize("name", CONSTRUCTOR_VALUES)
-def test_constructor_value_outside_its_limits_is_a_value_error(scene, refused, name):
-    for value in CONSTRUCTOR_VALUES[name]:
-        with refused(scene.pool, ValueError, "Pool", value):
-            make_wrong(scene, **{name: value})
-
-
 def test_constructor_product_just_inside_the_limit_is_legal(core):
     core.Pool(4, 2**31 - 1, max_seqs=1, max_blocks_per_seq=1).shutdown()
 
@@ -330,101 +285,42 @@ def test_constructor_without_the_memory_is_a_memory_error(core):
         core.Pool(24, 4, max_seqs=2**20, max_blocks_per_seq=2**31 - 1)  # 8 PiB of tables
 
 
-# --- arrays -----------------------------------------------------------------------------------------------
+MASKS = {
+    TypeError: [None, 1, "ab", np.ones(2, np.int32), np.ones(2, np.int8), np.ones(2), np.ones(2, object)],
+    ValueError: [np.ones(1, bool), np.ones(3, np.uint8), np.ones((1, 2), bool), np.ones(4, bool)[::2]],
+    EITHER: [np.array(True)],
+}
 
 
-def arrays_of(dtype, values, narrow):
-    """Arrays that hold the right values in a wrong form: name -> (exception, array)."""
-    right = np.array(values, dtype)
-    spread = np.zeros(4, dtype)
-    spread[::2] = values
-    cases = {
-        "float64": (TypeError, right.astype(np.float64)),
-        "float32": (TypeError, right.astype(np.float32)),
-        "float16": (TypeError, np.ones(2, np.float16)),
-        "complex": (TypeError, right.astype(complex)),
-        "int8": (TypeError, np.ones(2, np.int8)),
-        "int16": (TypeError, np.ones(2, np.int16)),
-        "uint32": (TypeError, right.astype(np.uint32)),
-        "uint64": (TypeError, right.astype(np.uint64)),
-        "bool": (TypeError, np.ones(2, bool)),
-        "object": (TypeError, right.astype(object)),
-        "str": (TypeError, np.array(["1", "2"])),
-        "datetime": (TypeError, right.astype("M8[s]")),
-        "structured": (TypeError, np.zeros(2, [("x", dtype)])),
-        "byte swapped": ((TypeError, ValueError), right.astype(np.dtype(dtype).newbyteorder(">"))),
-        "strided": (ValueError, spread[::2]),
-        "reversed": (ValueError, right[::-1]),
-        "two dimensions": (ValueError, right.reshape(1, 2)),
-        "empty, two dimensions": (ValueError, np.zeros((0, 2), dtype)),
-        "broadcast": (ValueError, np.broadcast_to(right[:1], (2,))),
-    }
-    if not narrow:
-        cases["int32"] = (TypeError, np.array([1, 2], np.int32))
-    return cases
+@pytest.mark.parametrize("exception", MASKS)
+def test_mask_in_a_wrong_form_is_refused(scene, refused, exception):
+    for mask in MASKS[exception]:
+        with refused(scene.pool, exception, "close_finished"):
+            scene.pool.close_finished([scene.a, scene.b], mask)
 
 
-@pytest.mark.parametrize(("kind", "call"), BATCHES)
-def test_array_in_a_wrong_form_is_refused(scene, refused, kind, call):
-    make, values, dtype = batch_of(scene, kind, call)
-    if call == "touch":
-        scene.pool.blocks.mark_cached(values)
-    for exception, array in arrays_of(dtype, values, narrow=kind != "handles").values():
-        with refused(scene.pool, exception, call, plans=[scene.plan]):
-            make(scene, array)
+def read_only():
+    array = np.zeros(4, np.int32)
+    array.flags.writeable = False
+    return array
 
 
-def mask_forms():
-    return {
-        "None": (TypeError, None),
-        "int": (TypeError, 1),
-        "str": (TypeError, "ab"),
-        "int32": (TypeError, np.ones(2, np.int32)),
-        "int8": (TypeError, np.ones(2, np.int8)),
-        "float": (TypeError, np.ones(2)),
-        "object": (TypeError, np.ones(2, object)),
-        "too short": (ValueError, np.ones(1, bool)),
-        "too long": (ValueError, np.ones(3, np.uint8)),
-        "two dimensions": (ValueError, np.ones((1, 2), bool)),
-        "strided": (ValueError, np.ones(4, bool)[::2]),
-        "no dimension": ((TypeError, ValueError), np.array(True)),
-    }
+OUTS = {
+    TypeError: [*(np.zeros(4, kind) for kind in (np.int64, np.uint32, np.float32, object)), [0, 0, 0, 0], 4],
+    ValueError: [
+        *(np.zeros(shape, np.int32) for shape in (2, 0, (2, 2))),
+        *(read_only(), np.zeros(8, np.int32)[::2], np.zeros(4, np.int32)[::-1]),
+    ],
+    EITHER: [np.array(0, np.int32), np.zeros(4, ">i4")],
+}
 
 
-@pytest.mark.parametrize("form", mask_forms())
-def test_mask_in_a_wrong_form_is_refused(scene, refused, form):
-    exception, mask = mask_forms()[form]
-    with refused(scene.pool, exception, "close_finished"):
-        scene.pool.close_finished([scene.a, scene.b], mask)
-
-
-def out_forms():
-    read_only = np.zeros(4, np.int32)
-    read_only.flags.writeable = False
-    return {
-        "int64": (TypeError, np.zeros(4, np.int64)),
-        "uint32": (TypeError, np.zeros(4, np.uint32)),
-        "float32": (TypeError, np.zeros(4, np.float32)),
-        "object": (TypeError, np.zeros(4, object)),
-        "list": (TypeError, [0, 0, 0, 0]),
-        "int": (TypeError, 4),
-        "too short": (ValueError, np.zeros(2, np.int32)),
-        "empty": (ValueError, np.zeros(0, np.int32)),
-        "read only": (ValueError, read_only),
-        "two dimensions": (ValueError, np.zeros((2, 2), np.int32)),
-        "no dimension": ((TypeError, ValueError), np.array(0, np.int32)),
-        "strided": (ValueError, np.zeros(8, np.int32)[::2]),
-        "reversed": (ValueError, np.zeros(4, np.int32)[::-1]),
-        "byte swapped": ((TypeError, ValueError), np.zeros(4, ">i4")),
-    }
-
-
-@pytest.mark.parametrize("form", out_forms())
-def test_alloc_out_in_a_wrong_form_is_refused_before_a_byte_is_written(scene, refused, form):
-    exception, out = out_forms()[form]
-    with refused(scene.pool, exception, "alloc"):
-        scene.pool.blocks.alloc(3, out=out)
-    assert not np.any(out) or form == "int"
+@pytest.mark.parametrize("exception", OUTS)
+def test_alloc_out_in_a_wrong_form_is_refused_before_a_byte_is_written(scene, refused, exception):
+    for out in OUTS[exception]:
+        with refused(scene.pool, exception, "alloc"):
+            scene.pool.blocks.alloc(3, out=out)
+        assert not np.any(out) or out == 4
 
 
 def test_input_arrays_may_be_read_only(scene):
@@ -493,26 +389,9 @@ def test_step_with_arguments_missing_or_unknown_is_a_type_error(scene):
     assert pool.fingerprint() == before
 
 
-# --- batches ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["step", "reserve"])
-def test_batch_larger_than_the_plan_is_refused(scene, refused, call):
-    for handles in ([scene.pool.open() for _ in range(5)], [scene.a] * 100_000):
-        with refused(scene.pool, (CapacityExceeded, ValueError), call, plans=[scene.plan]):
-            HANDLE_BATCH[call](scene, handles)
-
-
 def test_fork_of_more_children_than_slots(scene, refused):
     with refused(scene.pool, OutOfSequences, "fork", 63):
         scene.pool.fork(scene.a, 63)
-
-
-@pytest.mark.parametrize("call", ["close", "truncate", "step", "reserve", "can", "close_finished"])
-def test_long_batch_of_dead_handles_is_refused_quickly(scene, refused, call):
-    handles = np.full(50_000, scene.dead)
-    with refused(scene.pool, (StaleHandle, ValueError, CapacityExceeded), call, plans=[scene.plan]):
-        HANDLE_BATCH[call](scene, handles)
 
 
 @pytest.mark.parametrize("name", ["PLAN", "block_tables ", "", "dirty_rows"])
