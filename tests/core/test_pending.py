@@ -121,15 +121,6 @@ def test_call_that_does_not_fit_the_state_of_its_plan_is_refused(flight, refused
     assert pool.num_tokens(handle) == 6
 
 
-def test_refused_step_leaves_the_plan_idle(flight):
-    pool, (plan,) = flight(1, num_blocks=7, max_blocks_per_seq=20)
-    handle = pool.open()
-    with pytest.raises(MemoryError):
-        pool.step(plan, [handle], 60)
-    assert not plan.is_pending
-    pool.step(plan, [handle], 8)
-
-
 # --- limbo and fences -------------------------------------------------------------------------------------
 
 RELEASES = {  # every way a block can lose its last reference; each gives up exactly block 1
@@ -154,21 +145,6 @@ def test_released_block_waits_for_the_pending_step(table_flight, release):
     pool.done(plan)
     assert limbo(pool) == (0, 29)
     assert pool.blocks.alloc() == 1
-
-
-@pytest.mark.parametrize(("order", "left"), [("ab", [1, 0]), ("ba", [2, 0])])
-def test_blocks_leave_limbo_when_their_own_fence_has_passed(flight, order, left):
-    pool, (a, b) = flight(2)
-    keep, first, second = pool.open(), pool.open(4), pool.open(4)
-    pool.step(a, [keep], 1)
-    pool.close(first)  # fence: a
-    each = pool.stats().limbo
-    pool.step(b, [keep], 1)
-    pool.close(second)  # fence: b
-    assert pool.stats().limbo == 2 * each > 0
-    for plan, count in zip(order, left, strict=True):
-        pool.done({"a": a, "b": b}[plan])
-        assert pool.stats().limbo == count * each
 
 
 def test_limbo_blocks_are_not_available_and_leave_in_the_order_they_came(table_flight):
@@ -198,15 +174,6 @@ def test_pool_without_a_pending_step_has_no_limbo_and_one_in_order_never(flight,
     for call in ("done", "rollback"):
         with refused(pool, PlanStateError, call, "in_order pool a step is done when it returns", plans=[plan]):
             getattr(pool, call)(plan)
-
-
-def test_in_order_pool_releases_holds_at_once(table_flight):
-    pool, (plan,) = table_flight(1, in_order=True)
-    handle = pool.open(4)
-    pool.blocks.incref(1)
-    pool.step(plan, [handle], 1)
-    pool.blocks.free(1)
-    assert limbo(pool) == (0, 30)
 
 
 # --- rollback ---------------------------------------------------------------------------------------------
@@ -272,18 +239,6 @@ def test_copy_that_only_a_raw_reference_keeps_is_never_made_after_a_rollback():
     pool.done(older)
     pool.blocks.decref(copy)
     pool.check()
-
-
-def test_rolled_back_blocks_wait_for_older_steps(table_flight):
-    pool, (a, b) = table_flight(2)
-    handle, other = pool.open(), pool.open()
-    pool.step(a, [other], 1)
-    pool.step(b, [handle], 8)
-    pool.rollback(b)
-    assert limbo(pool) == (2, 28)  # a is still in flight
-    pool.truncate(handle, 0)  # in no pending plan any more
-    pool.done(a)
-    assert limbo(pool) == (0, 30)
 
 
 @pytest.mark.parametrize("closed", [[0], [1], [0, 1]])
@@ -353,17 +308,3 @@ def test_row_of_a_pending_plan_is_refused_with_any_number_of_new_tokens(flight, 
     pool.rollback(plan)
     assert pool.num_tokens(row) == 2
     pool.truncate(row, 0)
-
-
-def test_fork_of_a_pending_row_shares_what_the_step_wrote_and_may_be_truncated(table_flight):
-    pool, (a, b) = table_flight(2)
-    row = pool.open()
-    pool.step(a, [row], 6)
-    child, other = map(int, pool.fork(row, 2))
-    assert (pool.num_tokens(child), pool.table(child).tolist()) == (6, [1, 2])
-    pool.truncate(other, 2)
-    assert pool.table(other).tolist() == [1]
-    pool.step(b, [child], 1)
-    assert b.copies.tolist() == [[2, 3, 2]]
-    pool.done(a)
-    pool.done(b)
