@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvpool import Plan, PlanStateError, Pool, StaleHandle
+from kvpool import Plan, Pool
 from kvpool.errors import PoolClosed
 
 
@@ -90,19 +90,6 @@ def test_number_too_long_to_print_is_refused_by_name(value):
         pool.blocks.incref(value)
 
 
-def test_row_in_a_bad_batch_is_judged_in_order_whatever_the_counts_look_like():
-    pool = Pool(64, 4)
-    plan = Plan(pool, 8, 2, table_width=4)
-    handles = [pool.open() for _ in range(3)]
-    gone = pool.open()
-    pool.close(gone)
-    for counts in (1, [1] * 4):
-        with pytest.raises(ValueError, match=r"2 new tokens|3 new tokens"):
-            pool.step(plan, [*handles, gone], counts)
-        with pytest.raises(StaleHandle):
-            pool.step(plan, [gone, *handles], counts)
-
-
 def test_compact_judges_its_arguments_in_their_order():
     pool = Pool(8, 4)
     handle = pool.open()
@@ -113,27 +100,6 @@ def test_compact_judges_its_arguments_in_their_order():
     ):
         with pytest.raises(error, match=first):
             pool.compact(*arguments)
-
-
-def test_bind_of_nothing_makes_every_row_dirty_and_nothing_else():
-    pool = Pool(64, 4, in_order=True)
-    plan = Plan(pool, 4, 64, table_width=8)
-    handles = [pool.open() for _ in range(3)]
-    pool.step(plan, handles, 2)
-    pool.step(plan, handles, 1)
-    assert plan.dirty_rows.tolist() == []
-    before = pool.fingerprint()
-    plan.bind()
-    assert pool.fingerprint() == before
-    pool.step(plan, handles, 1)
-    assert plan.dirty_rows.tolist() == [0, 1, 2]
-    assert plan.block_tables[:, 0].tolist() == [pool.table(h)[0] for h in handles]
-
-
-def test_bind_of_nothing_on_a_pending_plan_is_refused():
-    _, plan, _ = stepped(("block_tables",))
-    with pytest.raises(PlanStateError, match=r"\[bind\]"):
-        plan.bind()
 
 
 def half_made(kind, make):

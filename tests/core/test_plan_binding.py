@@ -2,43 +2,45 @@
 
 import numpy as np
 import pytest
-from catalogue import planted
 
 from kvpool import Group
-from kvpool.errors import PlanStateError
-from kvpool.testing import ModelPlan
+
+GROUPS = [Group.full(), Group.window(6, columns=2), Group.state(4)]
 
 
-def test_bound_arrays_receive_what_the_step_writes(make_pool, make_plan):
-    pool = make_pool()
-    tables, lens = np.full((2, 4), -9, np.int32), np.full(2, -9, np.int32)
-    plan = make_plan(pool, 2, 8, table_width=4, out={"block_tables": tables})
+def some(*shape):
+    return np.full(shape, -9, np.int32)
+
+
+def test_bound_arrays_receive_what_the_step_writes_and_are_kept_alive(make_pool, make_plan):
+    pool, lens = make_pool(), some(2)
+    plan = make_plan(pool, 2, 8, table_width=4, out={"block_tables": some(2, 4)})
     plan.bind(seq_lens=lens)
     pool.step(plan, [pool.open(), pool.open()], [5, 1])
-    assert tables.tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]
-    assert lens.tolist() == [5, 1]
-    assert np.shares_memory(plan.block_tables, tables) and np.shares_memory(plan.seq_lens, lens)
+    assert plan.block_tables.tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]
+    assert lens.tolist() == [5, 1] and np.shares_memory(plan.seq_lens, lens)
 
 
-def test_bind_makes_every_row_dirty_and_writes_it_again(make_pool, make_plan):
-    pool = make_pool()
-    handles = [pool.open(), pool.open(), pool.open()]
-    plan = make_plan(pool, 4, 16, table_width=4)
-    pool.step(plan, handles, 1)
+def test_each_group_receives_the_array_that_was_bound_for_it(make_pool, make_plan):
+    pool, rows = make_pool(groups=GROUPS), some(2)
+    tables, slots, lens = some(2, 4, 2), some(16), [some(2), some(2), some(2)]
+    plan = make_plan(pool, 2, 8, formats=("block_tables", "seq_lens", "slot_mapping", "slot_ids"), table_width=4,
+                     out={"block_tables": [None, tables, None], "slot_ids": rows})  # fmt: skip
+    plan.bind(seq_lens=lens, slot_mapping=(None, slots, None))
+    handles = [pool.open(), pool.open()]
+    pool.step(plan, handles, [5, 1])
+    full, window, _state = plan.groups
+    assert full.block_tables[:, :2, 0].tolist() == [[1, 2], [3, 0]]  # its own
+    assert tables[:, :2].tolist() == [[[4, 5], [6, 7]], [[8, 9], [0, 0]]] and not tables[:, 2:].any()
+    assert full.slot_mapping.tolist() == [[4, 5, 6, 7, 8, 12]]
+    assert slots.tolist() == [16, 17, 18, 19, 24, 32, 20, 21, 22, 23, 28, 36, *[-9] * 4]
+    assert [array.tolist() for array in lens] == [[5, 1]] * 3 and rows.tolist() == [0, 1]
+    assert np.shares_memory(window.block_tables, tables)
     pool.done(plan)
-    fresh = np.full((4, 4), -9, np.int32)
-    plan.bind(block_tables=fresh)
+    plan.bind(seq_lens=[None, some(2), None])
     pool.step(plan, handles, 1)
-    assert plan.dirty_rows.tolist() == [0, 1, 2]
-    assert fresh[:3].tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 0, 0, 0]]
-
-
-def test_bound_array_is_kept_alive_by_the_plan(make_pool, make_plan):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 8, table_width=4)
-    plan.bind(block_tables=np.zeros((2, 4), np.int32))
-    pool.step(plan, [pool.open()], 5)
-    assert plan.block_tables.tolist() == [[1, 2, 0, 0]]
+    assert [part.dirty_rows.tolist() for part in (full, window)] == [[0, 1], [0, 1]]
+    assert (lens[0].tolist(), lens[1].tolist(), window.kv_lens.tolist()) == ([6, 2], [5, 1], [6, 2])
 
 
 def good():
@@ -75,122 +77,6 @@ BAD_ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_ARRAYS)
-def test_bind_refuses_an_array_that_does_not_fit(make_pool, make_plan, refused, case):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 8, table_width=4)
-    pool.step(plan, [pool.open()], 5)
-    pool.done(plan)
-    exception, make_array = BAD_ARRAYS[case]
-    bound = plan.block_tables
-    with refused(pool, exception, "bind", "block_tables", plans=[plan]):
-        plan.bind(block_tables=make_array())
-    assert plan.block_tables is bound
-
-
-@pytest.mark.parametrize("case", BAD_ARRAYS)
-def test_plan_refuses_an_out_array_that_does_not_fit(make_pool, make_plan, refused, case):
-    pool = make_pool()
-    exception, make_array = BAD_ARRAYS[case]
-    with refused(pool, exception, "Plan", "block_tables"):
-        make_plan(pool, 2, 8, table_width=4, out={"block_tables": make_array()})
-
-
-def test_bind_refuses_arrays_that_overlap(make_pool, make_plan, refused):
-    pool = make_pool()
-    plan = make_plan(pool, 4, 4, table_width=4)
-    memory = np.zeros(40, np.int32)
-    plan.bind(seq_lens=memory[:4])
-    with refused(pool, ValueError, "bind", plans=[plan]):
-        plan.bind(slot_mapping=memory[3:7])
-    with refused(pool, ValueError, "bind", plans=[plan]):
-        plan.bind(block_tables=memory[16:32].reshape(4, 4), slot_mapping=memory[30:34])
-    plan.bind(slot_mapping=memory[4:8], block_tables=memory[8:24].reshape(4, 4))
-    pool.step(plan, [pool.open()], 1)
-    assert memory[[0, 4, 8]].tolist() == [1, 4, 1]
-
-
-def test_plan_refuses_out_arrays_that_overlap(make_pool, make_plan, refused):
-    pool = make_pool()
-    memory = np.zeros(40, np.int32)
-    with refused(pool, ValueError, "Plan"):
-        make_plan(pool, 4, 4, out={"seq_lens": memory[:4], "slot_mapping": memory[:4]})
-
-
-def test_bind_refuses_the_memory_of_an_array_the_plan_owns(make_pool, make_plan, refused):
-    pool = make_pool()
-    plan = make_plan(pool, 4, 4)
-    pool.step(plan, [pool.open() for _ in range(4)], 1)
-    pool.done(plan)
-    with refused(pool, ValueError, "bind", plans=[plan]):
-        plan.bind(slot_mapping=plan.seq_lens)
-
-
-def test_bind_one_bad_array_binds_none(make_pool, make_plan, refused):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 4, table_width=4)
-    pool.step(plan, [pool.open()], 1)
-    pool.done(plan)
-    bound = plan.block_tables
-    with refused(pool, ValueError, "bind", "seq_lens", plans=[plan]):
-        plan.bind(block_tables=good(), seq_lens=np.zeros(3, np.int32))
-    assert plan.block_tables is bound
-
-
-def test_bind_on_a_pending_plan_is_refused(make_pool, make_plan, refused):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 4, table_width=4)
-    pool.step(plan, [pool.open()], 1)
-    with refused(pool, PlanStateError, "bind", plans=[plan]):
-        plan.bind(block_tables=good())
-
-
-def test_format_may_be_given_alone_and_a_group_of_states_has_none(make_pool, make_plan, refused):
-    pool = make_pool(groups=[Group.state(4)])
-    plan = make_plan(pool, 2, 4, formats="block_tables")
-    with refused(pool, ValueError, "bind", "block_tables", plans=[plan]):
-        plan.bind(block_tables=good())
-
-
-@pytest.mark.parametrize("name", ["nonsense", "indices", "copies", "served"])
-def test_bind_of_an_array_that_the_plan_does_not_have_is_refused(make_pool, make_plan, refused, name):
-    pool = make_pool()
-    plan = make_plan(pool, 2, 4, table_width=4)
-    with refused(pool, ValueError, "bind", name, plans=[plan]):
-        plan.bind(**{name: good()})
-
-
-# --- several groups ---------------------------------------------------------------------------------------
-
-GROUPS = [Group.full(), Group.window(6, columns=2), Group.state(4)]
-
-
-def some(*shape):
-    return np.full(shape, -9, np.int32)
-
-
-def test_each_group_receives_the_array_that_was_bound_for_it(make_pool, make_plan):
-    pool, rows = make_pool(groups=GROUPS), some(2)
-    tables, slots, lens = some(2, 4, 2), some(16), [some(2), some(2), some(2)]
-    plan = make_plan(pool, 2, 8, formats=("block_tables", "seq_lens", "slot_mapping", "slot_ids"), table_width=4,
-                     out={"block_tables": [None, tables, None], "slot_ids": rows})  # fmt: skip
-    plan.bind(seq_lens=lens, slot_mapping=(None, slots, None))
-    handles = [pool.open(), pool.open()]
-    pool.step(plan, handles, [5, 1])
-    full, window, _state = plan.groups
-    assert full.block_tables[:, :2, 0].tolist() == [[1, 2], [3, 0]]  # its own
-    assert tables[:, :2].tolist() == [[[4, 5], [6, 7]], [[8, 9], [0, 0]]] and not tables[:, 2:].any()
-    assert full.slot_mapping.tolist() == [[4, 5, 6, 7, 8, 12]]
-    assert slots.tolist() == [16, 17, 18, 19, 24, 32, 20, 21, 22, 23, 28, 36, *[-9] * 4]
-    assert [array.tolist() for array in lens] == [[5, 1]] * 3 and rows.tolist() == [0, 1]
-    assert np.shares_memory(window.block_tables, tables)
-    pool.done(plan)
-    plan.bind(seq_lens=[None, some(2), None])
-    pool.step(plan, handles, 1)
-    assert [part.dirty_rows.tolist() for part in (full, window)] == [[0, 1], [0, 1]]
-    assert (lens[0].tolist(), lens[1].tolist(), window.kv_lens.tolist()) == ([6, 2], [5, 1], [6, 2])
-
-
 BAD_OF_GROUPS = {
     "one array for all": (TypeError, lambda: some(2, 4, 2)),
     "none": (TypeError, lambda: None),
@@ -205,15 +91,44 @@ BAD_OF_GROUPS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_OF_GROUPS)
-def test_arrays_that_do_not_fit_their_groups_are_refused(make_pool, make_plan, refused, case):
-    pool = make_pool(groups=GROUPS)
+@pytest.mark.parametrize(
+    ("groups", "case"), [*((None, case) for case in BAD_ARRAYS), *((GROUPS, case) for case in BAD_OF_GROUPS)]
+)
+def test_arrays_that_do_not_fit_are_refused_and_none_is_bound(make_pool, make_plan, refused, groups, case):
+    pool = make_pool(groups=groups)
     plan = make_plan(pool, 2, 8, table_width=4)
-    exception, make_arrays = BAD_OF_GROUPS[case]
+    pool.step(plan, [pool.open()], 5)
+    pool.done(plan)
+    exception, make_arrays = (BAD_OF_GROUPS if groups else BAD_ARRAYS)[case]
+    bound = plan.groups[0].kv_lens, plan.groups[0].block_tables
+    lens = [some(2), None, None] if groups else some(2)
     with refused(pool, exception, "bind", "block_tables", plans=[plan]):
-        plan.bind(block_tables=make_arrays())
+        plan.bind(seq_lens=lens, block_tables=make_arrays())
+    assert plan.groups[0].kv_lens is bound[0] and plan.groups[0].block_tables is bound[1]
     with refused(pool, exception, "Plan", "block_tables"):
         make_plan(pool, 2, 8, table_width=4, out={"block_tables": make_arrays()})
+
+
+def test_arrays_that_overlap_are_refused(make_pool, make_plan, refused):
+    pool, memory = make_pool(), np.zeros(40, np.int32)
+    plan = make_plan(pool, 4, 4, table_width=4)
+    plan.bind(seq_lens=memory[:4])
+    for arrays in (
+        {"slot_mapping": memory[3:7]},
+        {"block_tables": memory[16:32].reshape(4, 4), "slot_mapping": memory[30:34]},
+    ):
+        with refused(pool, ValueError, "bind", "overlaps", plans=[plan]):
+            plan.bind(**arrays)
+    with refused(pool, ValueError, "Plan"):
+        make_plan(pool, 4, 4, out={"seq_lens": memory[:4], "slot_mapping": memory[:4]})
+    plan.bind(slot_mapping=memory[4:8], block_tables=memory[8:24].reshape(4, 4))
+    pool.step(plan, [pool.open()], 1)
+    assert memory[[0, 4, 8]].tolist() == [1, 4, 1]
+    own = make_plan(pool, 4, 4)
+    pool.step(own, [pool.open() for _ in range(4)], 1)
+    pool.rollback(own)
+    with refused(pool, ValueError, "bind", "overlaps", plans=[own]):
+        own.bind(slot_mapping=own.seq_lens)
 
 
 def test_arrays_of_two_groups_that_overlap_are_refused(make_pool, make_plan, refused):
@@ -227,6 +142,45 @@ def test_arrays_of_two_groups_that_overlap_are_refused(make_pool, make_plan, ref
     plan.bind(seq_lens=[None, memory[2:4], memory[4:6]])
     pool.step(plan, [pool.open(), pool.open()], [2, 3])
     assert memory[:6].tolist() == [2, 3] * 3
+
+
+@pytest.mark.parametrize("name", ["nonsense", "indices", "copies", "served"])
+def test_bind_of_an_array_that_the_plan_does_not_have_is_refused(make_pool, make_plan, refused, name):
+    pool = make_pool()
+    with refused(pool, ValueError, "bind", name):
+        make_plan(pool, 2, 4, table_width=4).bind(**{name: good()})
+    states = make_pool(groups=[Group.state(4)])
+    with refused(states, ValueError, "bind", "block_tables"):
+        make_plan(states, 2, 4, formats="block_tables").bind(block_tables=good())
+
+
+def show_all(array):
+    return array
+
+
+@pytest.mark.parametrize("show", [show_all, lambda array: array[:2], lambda array: np.asarray(memoryview(array))[:2]])
+@pytest.mark.parametrize("resize", [
+    lambda array: array.resize((1, 1), refcheck=False),
+    lambda array: array.resize((512, 512), refcheck=False),
+    lambda array: setattr(array, "shape", (4, 2)),
+])  # fmt: skip
+@pytest.mark.parametrize("call", ["step", "reserve", "unshare"])
+def test_bound_array_that_was_resized_is_refused_before_anything_is_written(core, refused, call, resize, show):
+    """NumPy resizes an array behind a held buffer when it is asked to; its memory is somebody else's then."""
+    pool = core.Pool(16, 4, max_seqs=4, seed=1)
+    owner, handle = np.zeros((2, 4), np.int32), pool.open(4)
+    plan = core.Plan(pool, 2, 8, table_width=4, out={"block_tables": show(owner)})
+    pool.step(plan, [handle], 0)
+    pool.done(plan)
+    assert owner[0, 0] == 1
+    resize(owner)
+    if show is show_all or owner.size != 8:
+        with refused(pool, BufferError, call, "block_tables"):
+            getattr(pool, call)(plan, [handle], 0)
+        assert not plan.is_pending
+    plan.bind(block_tables=(again := good()))
+    getattr(pool, call)(plan, [handle], 0)
+    assert again[0, 0] == 1
 
 
 # --- options ----------------------------------------------------------------------------------------------
@@ -275,59 +229,3 @@ def test_plan_refuses_bad_options(core, make_pool, refused, case):
 def test_plan_needs_a_pool(core, not_a_pool):
     with pytest.raises(TypeError):
         core.Plan(not_a_pool, 4)
-
-
-class WritesWhereItWas(ModelPlan):
-    """A plan trusts that an array stays where it was bound."""
-
-    def refuse_moved(self, call):
-        """Look at nothing."""
-
-
-RESIZES = {
-    "smaller": lambda array: array.resize((1, 1), refcheck=False),
-    "larger": lambda array: array.resize((512, 512), refcheck=False),
-    "reshaped": lambda array: setattr(array, "shape", (4, 2)),
-}
-
-
-@planted(WritesWhereItWas)
-def test_bound_array_that_was_resized_is_refused_before_anything_is_written(Pool, Plan):
-    """NumPy resizes an array behind a held buffer when it is asked to; its memory is somebody else's then."""
-    calls = {
-        "step": lambda pool, plan, handle: pool.step(plan, [handle], 1),
-        "reserve": lambda pool, plan, handle: pool.reserve(plan, [handle], 1),
-        "unshare": lambda pool, plan, handle: pool.unshare(plan, [handle], 0),
-    }
-    for name, call in calls.items():
-        for resize in RESIZES.values():
-            pool = Pool(16, 4, max_seqs=4, seed=1)
-            tables, handle = np.zeros((2, 4), np.int32), pool.open(4)
-            plan = Plan(pool, 2, 8, table_width=4, out={"block_tables": tables})
-            before = pool.fingerprint(), pool.digest()
-            resize(tables)
-            with pytest.raises(BufferError, match=rf"\[{name}\] .*block_tables"):
-                call(pool, plan, handle)
-            assert (pool.fingerprint(), pool.digest()) == before and not plan.is_pending
-            again = np.zeros((2, 4), np.int32)
-            plan.bind(block_tables=again)
-            call(pool, plan, handle)
-            assert again[0, 0] == 1
-            pool.check()
-
-
-@planted(WritesWhereItWas)
-def test_array_bound_later_and_resized_is_refused_too(Pool, Plan):
-    """A plan that ran well yesterday looks again today."""
-    pool = Pool(16, 4, max_seqs=4, seed=1)
-    lens, handle = np.zeros(2, np.int32), pool.open(4)
-    plan = Plan(pool, 2, 8)
-    pool.step(plan, [handle], 1)
-    pool.done(plan)
-    plan.bind(seq_lens=lens)
-    pool.step(plan, [handle], 1)
-    pool.done(plan)
-    lens.resize(4096, refcheck=False)
-    with pytest.raises(BufferError, match=r"\[step\] .*seq_lens"):
-        pool.step(plan, [handle], 1)
-    assert pool.num_tokens(handle) == 2
