@@ -1,6 +1,8 @@
-"""A sequence whose bytes come from elsewhere: `Pool.open(..., load=True)` and `Pool.loaded`."""
+"""A sequence whose bytes come from elsewhere: `Pool.open(..., load=True)` and `Pool.loaded`.
 
-import numpy as np
+What loads read, and what a flush, a close or an eviction does to them, the fuzzer finds (`tests/verify`).
+"""
+
 import pytest
 
 from kvpool import CapacityExceeded, Group, Plan, PlanStateError, Pool, StaleHandle
@@ -24,13 +26,15 @@ def pool(request):
         made.check()
 
 
-def test_loaded_tokens_are_hits_for_later_prompts(pool):
-    handle = pool.open(PROMPT[:20], load=True)
-    assert pool.loaded(handle, 20) and pool.num_tokens(handle) == 20
-    pool.prefix.commit(handle, PROMPT[:20])
-    pool.close(handle)
-    again = pool.open(PROMPT)
-    assert pool.num_tokens(again) == 20
+def test_loaded_tokens_are_hits_once_they_are_committed_and_no_query(pool):
+    handles = [pool.open(PROMPT[:20], load=True) for _ in range(2)]
+    for handle in handles:
+        assert pool.prefix.match(PROMPT) in (0, 20)
+        assert pool.loaded(handle, 20) and pool.num_tokens(handle) == 20
+        pool.prefix.commit(handle, PROMPT[:20])
+    assert pool.prefix.match(PROMPT) == 20 and pool.prefix.stats().queries == 0
+    pool.close(handles)
+    assert pool.num_tokens(pool.open(PROMPT)) == 20
 
 
 def test_load_and_open_have_other_digests(groups):
@@ -40,13 +44,6 @@ def test_load_and_open_have_other_digests(groups):
             pool.open(PROMPT[:20], load=load)
             digests.append(pool.digest())
     assert digests[0] != digests[1]
-
-
-def test_nothing_of_a_load_is_found_before_it_is_committed_and_none_is_a_query(pool):
-    handle = pool.open(PROMPT[:20], load=True)
-    assert pool.prefix.match(PROMPT) == 0
-    pool.loaded(handle, 20)
-    assert pool.prefix.match(PROMPT) == pool.prefix.stats().queries == 0
 
 
 CALLS = {
@@ -91,16 +88,6 @@ def test_close_of_a_loading_sequence_keeps_its_blocks_until_loaded(pool, deferre
         pool.loaded(handle, 20)
 
 
-def test_failed_load_is_computed_instead(pool):
-    plan = Plan(pool, 2, 32)
-    handle = pool.open(PROMPT[:20], load=True)
-    assert pool.loaded(handle, 0) and pool.num_tokens(handle) == 0
-    pool.step(plan, [handle], 20)
-    pool.done(plan)
-    pool.prefix.commit(handle, PROMPT[:20])
-    assert pool.prefix.committed(handle) == 20
-
-
 def test_loaded_that_fits_no_load_is_refused(pool):
     handle = pool.open(PROMPT[:20], load=True)
     row = pool.open(PROMPT)
@@ -128,38 +115,33 @@ def test_load_with_options_that_make_no_sense_is_refused(pool, options):
     assert pool.fingerprint() == before
 
 
-def test_part_of_a_load_counts_where_all_groups_are_full():
+def test_part_of_a_load_counts_and_hits_are_shared_where_all_groups_are_full():
     with full_pool() as pool:
         handle = pool.open(PROMPT, load=True)
-        pool.loaded(handle, 10)
+        assert pool.loaded(handle, 10)
         pool.prefix.commit(handle, PROMPT[:10])
         assert pool.prefix.match(PROMPT) == 8
         plan = Plan(pool, 1, 16)
         pool.step(plan, [handle], 11)
-        assert plan.slot_mapping[0] == pool.table(handle, 0).ravel()[2] * 4 + 2
+        assert plan.slot_mapping[0] == pool.table(handle)[2] * 4 + 2
+        other = pool.open(PROMPT, load=True)
+        assert pool.num_tokens(other) == pool.prefix.committed(other) == 8
+        assert pool.table(other)[:2].tolist() == pool.table(handle)[:2].tolist()
+        assert pool.loaded(other, 16)
+        with pytest.raises(ValueError, match=r"16 tokens from position 8 on .* which has 8 committed"):
+            pool.prefix.commit(other, PROMPT[:16])
+        pool.prefix.commit(other, PROMPT[8:16])
+        assert pool.prefix.match(PROMPT) == 16
 
 
-def test_load_shares_what_is_cached_where_all_groups_are_full():
-    with full_pool() as pool:
-        handle = pool.open(PROMPT[:8], load=True)
-        pool.loaded(handle, 8)
-        pool.prefix.commit(handle, PROMPT[:8])
-        other = pool.open(PROMPT[:20], load=True)
-        assert pool.num_tokens(other) == 8
-        assert pool.table(other, 0).ravel()[:2].tolist() == pool.table(handle, 0).ravel().tolist()
-
-
-@pytest.mark.parametrize("n", [4, 16, 19])
-def test_part_of_a_load_is_refused_where_hits_need_checkpoints(n):
+def test_length_that_no_hit_has_is_refused_where_hits_need_checkpoints():
     with group_pool() as pool:
         handle = pool.open(PROMPT[:20], load=True)
-        with pytest.raises(ValueError, match=r"0 or 20 \.\. 20"):
-            pool.loaded(handle, n)
-
-
-def test_load_of_a_length_that_no_hit_has_is_refused():
-    with group_pool() as pool, pytest.raises(ValueError, match="multiple of 4"):
-        pool.open(PROMPT[:18], load=True)
+        for n in (4, 16, 19):
+            with pytest.raises(ValueError, match=r"0 or 20 \.\. 20"):
+                pool.loaded(handle, n)
+        with pytest.raises(ValueError, match="multiple of 4"):
+            pool.open(PROMPT[:18], load=True)
 
 
 def long_pool(*groups):
@@ -191,6 +173,15 @@ def test_load_with_groups_ends_where_a_plan_can_still_step():
         pool.check()
 
 
+def test_load_that_no_plan_can_step_is_refused_where_it_ends_as_a_whole():
+    with long_pool(Group.full(), Group.window(8)) as pool:
+        before = pool.fingerprint(), pool.digest()
+        with pytest.raises(CapacityExceeded, match=r"\[open\] 2415919104 tokens, .* 2147483647"):
+            pool.open(9 * 2**28, load=True)
+        assert (pool.fingerprint(), pool.digest()) == before
+        assert pool.is_open(pool.open(7 * 2**28, load=True))
+
+
 def test_bundle_is_that_of_a_hit_until_a_step_has_loaded_it_and_of_a_state_group():
     with group_pool() as pool:
         plan, handle = Plan(pool, 2, 8), pool.open(PROMPT[:20], load=True)
@@ -211,110 +202,15 @@ def test_bundle_is_that_of_a_hit_until_a_step_has_loaded_it_and_of_a_state_group
         assert pool.prefix.bundle(row, 2).tolist() == []
 
 
-def test_load_that_no_plan_can_step_is_refused_where_it_ends_as_a_whole():
-    with long_pool(Group.full(), Group.window(8)) as pool:
-        before = pool.fingerprint(), pool.digest()
-        with pytest.raises(CapacityExceeded, match=r"\[open\] 2415919104 tokens, .* 2147483647"):
-            pool.open(9 * 2**28, load=True)
-        assert (pool.fingerprint(), pool.digest()) == before
-        assert pool.is_open(pool.open(7 * 2**28, load=True))
-
-
-def test_load_takes_only_what_a_hit_needs_of_a_window():
+def test_load_takes_only_what_a_hit_needs_and_its_first_step_reads_the_states():
     with group_pool() as pool:
-        handle = pool.open(list(range(40)), load=True)
-        window = pool.table(handle, 1).ravel()
-        assert (window > 0).tolist() == [True, *[False] * 7, True, True]
-        assert len(pool.prefix.bundle(handle, 2)) == 3
-
-
-def test_first_step_after_a_load_reads_the_loaded_states():
-    with group_pool() as pool:
-        plan = Plan(pool, 2, 8)
-        handle = pool.open(PROMPT[:20], load=True)
-        bundle = pool.prefix.bundle(handle, 2)
-        pool.loaded(handle, 20)
+        plan, handle = Plan(pool, 2, 8), pool.open(list(range(40)), load=True)
+        window, bundle = pool.table(handle, 1).ravel(), pool.prefix.bundle(handle, 2)
+        assert (window > 0).tolist() == [True, *[False] * 7, True, True] and len(bundle) == 3
+        pool.loaded(handle, 40)
         pool.step(plan, [handle], 1)
         slot, *blocks = plan.groups[2].state_loads[0].tolist()
         assert blocks == bundle.tolist() and slot == plan.groups[2].state_src[0]
-
-
-@pytest.mark.parametrize("commits", [False, True])
-def test_load_closed_before_its_states_were_read_leaves_no_block_in_use(commits):
-    with group_pool() as pool:
-        for _ in range(3):  # the second time there is a checkpoint at the same place already
-            handle = pool.open(PROMPT[:20], load=True)
-            pool.loaded(handle, 20)
-            if commits:
-                pool.prefix.commit(handle, PROMPT[:20])
-            child = pool.fork(handle)[0]
-            pool.close(handle)
-            pool.check()
-            pool.close(child)
-            pool.check()
-            assert pool.stats().used == 0
-
-
-KINDS = {
-    "full": [Group.full()],
-    "two full": [Group.full(), Group.full(block_size=8, columns=2)],
-    "window": [Group.full(), Group.window(8)],
-    "states": STATES,
-}
-
-
-@pytest.mark.parametrize("namespace", [None, b""], ids=["all", "its own"])
-@pytest.mark.parametrize("n", [0, 24])
-@pytest.mark.parametrize("hit", [0, 8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_flushed_during_a_load_is_not_computed(kind, hit, n, namespace):
-    """Neither what was loaded nor what was found: the bytes may be of other weights."""
-    prompt = list(range(100, 124))
-    with Pool(64, 4, groups=KINDS[kind], prefix_cache=True, max_seqs=4) as pool:
-        plan = Plan(pool, 1, 64)
-        first = pool.open([*prompt[:hit], 1], b"", hit)
-        pool.step(plan, [first], hit + 1)
-        pool.done(plan)
-        pool.prefix.commit(first, [*prompt[:hit], 1])
-        handle = pool.open(prompt, load=True)
-        held = pool.stats().used
-        pool.prefix.flush(namespace)
-        assert pool.stats().used == held, "somebody writes there"
-        pool.check()
-        assert pool.loaded(handle, n)
-        pool.check()
-        lengths = pool.num_tokens(handle), pool.capacity(handle), pool.prefix.committed(handle)
-        assert lengths == (0, 0, 0) and pool.stats().tokens == hit + 1
-        pool.step(plan, [handle], 24)
-        pool.done(plan)
-        pool.prefix.commit(handle, prompt)
-        assert pool.prefix.match([*prompt, 1]) == 0, "its blocks are of the old namespace"
-        pool.close([first, handle])
-        pool.check()
-        assert pool.stats().used == pool.stats().evictable == 0
-
-
-def test_flush_of_another_namespace_leaves_a_load_alone(pool):
-    pool.close(pool.open(PROMPT, b"other"))
-    handle = pool.open(PROMPT[:20], load=True)
-    pool.prefix.flush(b"other")
-    assert pool.loaded(handle, 20) and pool.num_tokens(handle) == 20
-
-
-def test_commit_after_a_load_with_a_hit_takes_the_tokens_behind_it():
-    with full_pool() as pool:
-        plan = Plan(pool, 1, 32)
-        first = pool.open(PROMPT[:9])
-        pool.step(plan, [first], 9)
-        pool.done(plan)
-        pool.prefix.commit(first, PROMPT[:9])
-        handle = pool.open(PROMPT, load=True)
-        assert pool.num_tokens(handle) == pool.prefix.committed(handle) == 8
-        assert pool.loaded(handle, 16)
-        with pytest.raises(ValueError, match=r"16 tokens from position 8 on .* which has 8 committed"):
-            pool.prefix.commit(handle, PROMPT[:16])
-        pool.prefix.commit(handle, PROMPT[pool.prefix.committed(handle) : 16])
-        assert pool.prefix.match(PROMPT) == 16
 
 
 @pytest.mark.parametrize("groups", [[Group.full()], [Group.full(), Group.full(block_size=8)]], ids=["one", "two"])
@@ -347,13 +243,3 @@ def test_pool_with_a_window_or_a_state_without_a_cache_cannot_load():
     no_bundle = [Group.full(), Group.state(slots=4)]
     with Pool(64, 4, groups=no_bundle, prefix_cache=True) as pool, pytest.raises(ValueError, match="load"):
         pool.open(PROMPT[:20], load=True)
-
-
-def test_two_loads_of_one_prompt_are_one_hit(pool):
-    handles = [pool.open(PROMPT[:20], load=True) for _ in range(2)]
-    for handle in handles:
-        pool.loaded(handle, 20)
-        pool.prefix.commit(handle, PROMPT[:20])
-    pool.close(np.array(handles, np.int64))
-    pool.check()
-    assert pool.prefix.match(PROMPT) == 20
