@@ -22,16 +22,6 @@ def test_open_returns_an_int_of_tag_generation_and_slot(make_any):
     assert 1 <= handles[0] >> 52 <= 2047
 
 
-@pytest.mark.parametrize("num_tokens, blocks", [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_open_takes_whole_blocks_and_starts_empty(make_pool, num_tokens, blocks):
-    pool = make_pool(block_size=4)
-    handle = pool.open(num_tokens)
-    assert pool.num_tokens(handle) == 0
-    assert pool.capacity(handle) == 4 * blocks
-    table = pool.table(handle, 0).ravel()
-    assert table.dtype == np.int32 and table.tolist() == list(range(1, blocks + 1))
-
-
 def test_table_returns_a_copy(make_any):
     pool = make_any()
     handle = pool.open(8)
@@ -101,16 +91,6 @@ def test_truncate_keeps_the_blocks_that_hold_tokens(make_pool, grow, length, tab
     assert pool.num_tokens(handle) == length
     assert pool.table(handle, 0).ravel().tolist() == table and pool.stats().used == len(table)
     assert pool.blocks.alloc(2).tolist() == [len(table) + 1, len(table) + 2]  # the youngest was released first
-
-
-def test_truncate_of_a_shared_prefix_leaves_the_other_holder_alone(make_any, grow):
-    pool = make_any()
-    parent = pool.open()
-    grow(pool, parent, 7)
-    child, table = int(pool.fork(parent)[0]), pool.table(parent, 0).ravel().tolist()
-    pool.truncate(child, 1)
-    assert pool.table(parent, 0).ravel().tolist() == table and pool.num_tokens(parent) == 7
-    assert pool.table(child, 0).ravel().tolist() == table[:1]
 
 
 @pytest.mark.parametrize("lengths", [[3, 8, 2], np.array([3, 8, 2], np.int32), np.array([3, 8, 2]), 5], ids=repr)
