@@ -11,30 +11,12 @@ from kvpool.errors import ForeignHandle, StaleHandle
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 
 WRONG_DTYPE = [
-    ["1"],
-    [1.0],
-    [None],
-    [True],
-    "1",
-    b"1",
-    None,
-    1.5,
-    {1},
-    np.array([1.0]),
-    np.array([1], np.int16),
-    np.array([1], np.uint32),
-    np.array([True]),
+    *(["1"], [1.0], [None], [True], "1", b"1", None, 1.5, {1}),
+    *(np.array([1.0]), np.array([1], np.int16), np.array([1], np.uint32), np.array([True])),
 ]
 WRONG_VALUE = [
-    [-1],
-    [2**31],
-    [2**70],
-    [-(2**70)],
-    np.array([-1], np.int32),
-    np.array([2**31], np.int64),
-    np.array([-(2**63)], np.int64),
-    np.array([[1]], np.int32),
-    np.zeros(4, np.int32)[::2],
+    *([-1], [2**31], [2**70], [-(2**70)], np.array([-1], np.int32), np.array([2**31]), np.array([-(2**63)])),
+    *(np.array([[1]], np.int32), np.zeros(4, np.int32)[::2]),
 ]
 
 
@@ -58,37 +40,6 @@ def test_commit_of_a_pending_step_is_refused_until_it_and_those_before_it_are_do
     assert pool.prefix.match(A + B + C) == 8
 
 
-def test_commit_reaches_up_to_the_oldest_pending_step(pool, make_plan, refused):
-    handle = serve(make_plan, pool, A)
-    compute(make_plan, pool, handle, 2)
-    plans = [make_plan(pool), make_plan(pool)]
-    pool.step(plans[0], [handle], 1)
-    pool.step(plans[1], [handle], 1)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handle, B[:3])
-    pool.prefix.commit(handle, B[:2])
-    pool.done(plans[0])
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handle, B[:2])
-    pool.prefix.commit(handle, B[:1])
-    pool.done(plans[1])
-    pool.prefix.commit(handle, B[:1])
-    assert pool.prefix.match(A + B + C) == 8
-
-
-def test_commit_of_what_was_reserved_or_rolled_back_is_refused(pool, make_plan, refused):
-    handle, plan = serve(make_plan, pool, A), make_plan(pool)
-    before = pool.prefix.stats()
-    for call, end in ((pool.reserve, pool.done), (pool.step, pool.rollback)):
-        call(plan, [handle], 4)
-        with refused(pool, ValueError, "commit"):
-            pool.prefix.commit(handle, B[:1])
-        end(plan)
-        with refused(pool, ValueError, "commit"):
-            pool.prefix.commit(handle, B[:1])
-    assert pool.prefix.stats() == before and pool.prefix.match(A + B + C) == 4
-
-
 def test_commit_of_a_fork_in_the_middle_of_a_step_is_refused(pool, make_plan, refused):
     # Otherwise: commit, close, roll back, and garbage is found.
     parent, plan = serve(make_plan, pool, A), make_plan(pool)
@@ -101,30 +52,6 @@ def test_commit_of_a_fork_in_the_middle_of_a_step_is_refused(pool, make_plan, re
     pool.close([child, grandchild])
     pool.rollback(plan)
     assert pool.prefix.match(A + B + C) == 4
-
-
-def test_commit_of_a_fork_of_a_fork_reaches_what_was_done_at_the_fork(pool, make_plan, refused):
-    root, plan = pool.open(), make_plan(pool)
-    pool.step(plan, [root], 4)
-    parent = int(pool.fork(root)[0])
-    pool.done(plan)  # everything that the parent has is done
-    pool.step(plan, [parent], 4)
-    child = int(pool.fork(parent)[0])
-    pool.prefix.commit(child, A)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(child, B[:1])
-    pool.done(plan)
-    pool.prefix.commit(child, B)
-    assert pool.prefix.match(A + B + C) == 8
-
-
-def test_commit_of_more_than_there_is_is_refused(pool, make_plan, refused):
-    handle = serve(make_plan, pool, A)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handle, [1])
-    pool.truncate(handle, 3)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(handle, [1])
 
 
 def test_commit_in_pieces_is_commit_at_once(make_any, make_plan):
@@ -203,12 +130,9 @@ def test_tokens_of_the_wrong_type_range_or_shape_are_refused(pool, make_plan, re
             part = pool if call == "open" else pool.prefix
             getattr(part, call)(*([handle] if call == "commit" else []), tokens)
     assert pool.prefix.stats() == before
-
-
-@pytest.mark.parametrize("call", ["match", "pin"])
-def test_count_in_place_of_tokens_is_refused(pool, refused, call):
-    with refused(pool, TypeError, call, 5):
-        getattr(pool.prefix, call)(5)
+    if call in ("match", "pin"):
+        with refused(pool, TypeError, call, 5):
+            getattr(pool.prefix, call)(5)  # a count
 
 
 @pytest.mark.parametrize("call", ["open", "match", "pin", "flush"])
@@ -250,27 +174,6 @@ def test_truncate_below_the_committed_length_lowers_it(pool, make_plan):
     assert pool.prefix.match(C + A) == 4
 
 
-def test_truncate_of_uncommitted_tokens_keeps_the_committed_ones(pool, make_plan):
-    handle = pool.open()
-    compute(make_plan, pool, handle, 8)
-    pool.prefix.commit(handle, A + B[:1])
-    pool.truncate(handle, 6)
-    compute(make_plan, pool, handle, 2)
-    pool.prefix.commit(handle, B[:3])
-    assert pool.prefix.match(A + B + C) == 8
-
-
-def test_fork_has_the_committed_length_of_its_parent(pool, make_plan):
-    parent = pool.open()
-    compute(make_plan, pool, parent, 6)
-    pool.prefix.commit(parent, A + B[:1])
-    child = int(pool.fork(parent)[0])
-    for handle, tokens in ((parent, B[:3]), (child, C[:3])):
-        compute(make_plan, pool, handle, 2)
-        pool.prefix.commit(handle, tokens)
-    assert pool.prefix.match(A + B + C) == pool.prefix.match(A + B[:1] + C[:3] + A) == 8
-
-
 def test_committed_tells_where_the_next_commit_goes_on(pool, make_plan):
     """Of a new sequence, one that found something, and after whatever changes it."""
     first = pool.open()
@@ -289,21 +192,6 @@ def test_committed_tells_where_the_next_commit_goes_on(pool, make_plan):
     pool.close(first)
     with pytest.raises(StaleHandle, match=r"\[committed\]"):
         pool.prefix.committed(first)
-
-
-def test_tokens_that_contradict_inside_one_commit_are_refused(pool, make_plan, refused):
-    """As they are one after the other; those that agree are accepted."""
-    first = pool.open()
-    compute(make_plan, pool, first, 12)
-    second = int(pool.fork(first)[0])
-    for rows in ([first, second], [second, first]):
-        with refused(pool, ValueError, "commit"):
-            pool.prefix.commit(rows, A + B + A + C)
-    pool.prefix.commit([first, second], A + B + A + B)
-    pool.prefix.commit([first, second], C + C[:3], [4, 3])
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(second, [9])
-    assert pool.prefix.match([*A, *B, *C, 9]) == 12 and pool.prefix.stats().nodes == 3
 
 
 def test_digest_sees_the_tokens_of_a_commit_and_the_namespace_of_a_flush(make_any, make_plan):
@@ -325,9 +213,3 @@ def test_digest_sees_the_tokens_of_a_commit_and_the_namespace_of_a_flush(make_an
         pool.prefix.flush(flushed)
         flushes.append(pool.digest())
     assert len(set(flushes)) == 3
-
-
-def test_commit_in_a_pool_that_runs_in_order_needs_no_done(make_any, make_plan):
-    pool = make_any(in_order=True)
-    serve(make_plan, pool, A + B)
-    assert pool.prefix.match(A + B + C) == 8
