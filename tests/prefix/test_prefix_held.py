@@ -20,13 +20,6 @@ GROUPS = {
     "window": [Group.full(), Group.window(8)],
     "state": [Group.full(), Group.state(16, blocks=2)],
 }
-class PublishedUnwritten(ModelPool):
-    """A block is published though the copy that fills it is pending."""
-
-    def is_unwritten(self, layer, block):
-        return False
-
-
 POOLS = {"core": (Pool, Plan), "model": (ModelPool, ModelPlan)}
 
 
@@ -105,27 +98,19 @@ def family(kinds, groups):
     return Family(kinds, groups)
 
 
-def never_found(made):
-    """The backend raised before it copied: nobody may find the block that the copy was for."""
-    assert made.unshare(made.plan, made.first) == [4] * 4
-    made.pool.prefix.commit(made.first, PROMPT)
-    assert made.pool.prefix.committed(made.first) == len(PROMPT)
-    assert made.ask() == 0 and made.stored() == 0
-    made.pool.rollback(made.plan)
-    assert made.ask() == 0 and made.stored() == 0
-    assert made.read(made.first) == PROMPT and made.pool.prefix.committed(made.first) == len(PROMPT)
-
-
 def test_copy_that_was_rolled_back_is_never_found(family):
-    never_found(family)
-    family.pool.prefix.commit(family.second, PROMPT)  # what was restored was written long ago
-    family.pool.prefix.commit(family.first, [])  # it has the states of a checkpoint
+    """The backend raised before it copied: nobody may find the block that the copy was for."""
+    pool = family.pool
+    assert family.unshare(family.plan, family.first) == [4] * 4
+    pool.prefix.commit(family.first, PROMPT)
+    assert pool.prefix.committed(family.first) == len(PROMPT)
+    assert family.ask() == 0 and family.stored() == 0
+    pool.rollback(family.plan)
+    assert family.ask() == 0 and family.stored() == 0
+    assert family.read(family.first) == PROMPT and pool.prefix.committed(family.first) == len(PROMPT)
+    pool.prefix.commit(family.second, PROMPT)  # what was restored was written long ago
+    pool.prefix.commit(family.first, [])  # it has the states of a checkpoint
     assert family.ask() == len(PROMPT) and family.stored() == 4
-
-
-def test_planted_fault_of_publishing_at_once_is_found(groups):
-    with pytest.raises(AssertionError):
-        never_found(Family((PublishedUnwritten, ModelPlan), groups))
 
 
 @pytest.mark.parametrize("end", ["close", "close all", "reset"])
@@ -156,17 +141,6 @@ def test_copy_is_found_when_its_plan_is_done(family):
     assert family.pool.prefix.stats().duplicates == before + 4
 
 
-def test_done_that_is_noted_publishes_when_it_passes(family):
-    older = family.new_plan()
-    family.pool.step(older, [family.second], 1)
-    family.unshare(family.plan, family.first)
-    family.pool.prefix.commit(family.first, PROMPT)
-    family.pool.done(family.plan)
-    assert family.pool.prefix.match([*PROMPT, 1]) == 0
-    family.pool.done(older)
-    assert family.pool.prefix.match([*PROMPT, 1]) == len(PROMPT)
-
-
 def test_copy_is_found_through_a_child_and_not_before(family):
     pool = family.pool
     family.unshare(family.plan, family.first)
@@ -179,18 +153,6 @@ def test_copy_is_found_through_a_child_and_not_before(family):
     family.execute(family.plan)
     assert family.stored() == 4 and family.read(child) == PROMPT
     assert family.ask() in (0, len(PROMPT))  # a child has no states to save
-
-
-def test_copy_that_was_rolled_back_is_not_found_through_a_child_that_was_closed(family):
-    pool = family.pool
-    family.unshare(family.plan, family.first)
-    child = int(pool.fork(family.first)[0])
-    pool.prefix.commit(child, PROMPT)
-    pool.close(child)
-    pool.rollback(family.plan)
-    assert family.ask() == 0 and family.stored() == 0
-    pool.prefix.commit(family.first, PROMPT)
-    assert family.ask() == len(PROMPT)
 
 
 def test_blocks_behind_a_copy_wait_with_it_though_their_content_is_there(family):
@@ -221,15 +183,6 @@ def test_blocks_behind_a_copy_that_was_rolled_back_wait_until_it_is_committed(fa
     assert family.ask() == len(PROMPT) and family.stored() == 3
 
 
-def test_blocks_behind_a_copy_that_was_rolled_back_are_kept_for_nobody(family):
-    family.unshare(family.plan, family.first, 4)
-    family.pool.prefix.commit(family.first, PROMPT)
-    family.pool.rollback(family.plan)
-    family.pool.close([family.first, family.second])
-    assert family.ask() == 0 and family.pool.stats().evictable == 0 and family.pool.prefix.stats().nodes == 0
-    assert family.pool.prefix.events() == []
-
-
 def test_row_that_waits_goes_on_when_a_plan_ends_after_another_row_has_committed(family):
     pool, later = family.pool, family.new_plan()
     family.unshare(family.plan, family.first, 4)
@@ -254,19 +207,6 @@ def test_two_plans_that_copy_one_block_are_waited_for_in_turn(family):
     assert family.ask() == len(PROMPT)
 
 
-def test_copy_of_a_copy_that_is_done_is_not_published(family):
-    pool, later = family.pool, family.new_plan()
-    family.unshare(family.plan, family.first)
-    pool.prefix.commit(family.first, PROMPT)
-    family.unshare(later, family.first)
-    family.execute(family.plan)
-    family.execute(later)
-    assert family.ask() == 0 and family.stored() == 0
-    assert family.read(family.first) == PROMPT
-    pool.prefix.commit(family.second, PROMPT)
-    assert family.ask() in (0, len(PROMPT)) and family.stored() == 4  # the other row has the states of a checkpoint
-
-
 @pytest.mark.parametrize("call", ["step", "reserve"])
 def test_copy_of_the_tail_holds_nothing_back(kinds, groups, call):
     """Step n + 1 writes behind what step n left: the full blocks before it are found at once."""
@@ -282,29 +222,6 @@ def test_copy_of_the_tail_holds_nothing_back(kinds, groups, call):
     assert family.stored() == 2
 
 
-def test_waiting_block_that_is_released_becomes_blank(family):
-    family.unshare(family.plan, family.first)
-    family.pool.prefix.commit(family.first, PROMPT)
-    family.pool.close([family.first, family.second])
-    family.execute(family.plan)
-    assert family.ask() == 0 and family.pool.stats().evictable == 0
-    assert family.pool.prefix.stats().nodes == 0
-
-
-def test_child_cut_into_a_waiting_block_lets_go_of_it(kinds):
-    family = Family(kinds, GROUPS["two full"])
-    family.unshare(family.plan, family.first)
-    child = int(family.pool.fork(family.first)[0])
-    family.pool.prefix.commit(child, PROMPT)
-    family.pool.close(family.first)
-    family.pool.truncate(child, 8)
-    family.execute(family.plan)
-    assert family.ask() == 8 and family.stored() == 2
-    family.step(family.plan, child, PROMPT[8:])
-    family.pool.prefix.commit(child, PROMPT[8:])
-    assert family.ask() == len(PROMPT)
-
-
 @pytest.mark.parametrize("end", ["done", "rollback"])
 def test_flush_while_blocks_wait_keeps_them_unfound(family, end):
     family.unshare(family.plan, family.first)
@@ -314,41 +231,6 @@ def test_flush_while_blocks_wait_keeps_them_unfound(family, end):
     assert family.ask() == 0 and family.stored() == 0
     family.pool.close([family.first, family.second])
     assert family.ask() == 0 and family.pool.stats().evictable == 0
-
-
-def test_duplicate_that_waits_takes_no_place_before_its_plan_is_done(family):
-    """Another sequence has computed the prompt: its blocks are found, and when they leave, nothing is."""
-    pool = family.pool
-    other = pool.open([*PROMPT, 1], b"", len(PROMPT))
-    family.step(family.plan, other, PROMPT)
-    pool.prefix.commit(other, PROMPT)
-    pool.close(other)
-    family.unshare(family.plan, family.first)
-    pool.prefix.commit(family.first, PROMPT)
-    assert family.pool.prefix.match([*PROMPT, 1]) == len(PROMPT) and family.stored() == 4
-    pool.blocks.evict(64)
-    assert family.ask() == 0
-    family.execute(family.plan)
-    assert family.stored() == 4 and family.ask() in (0, len(PROMPT))  # the checkpoint may have left
-    assert family.read(family.first) == PROMPT
-
-
-@pytest.mark.parametrize("groups", [[Group.full()]], ids=["full"])
-def test_nothing_behind_a_copy_that_was_rolled_back_is_found_until_it_is_computed_anew(family):
-    """Not even what was written long ago, nor what comes later."""
-    pool = family.pool
-    assert family.unshare(family.plan, family.first, 8, 4) == [4]  # the second block
-    pool.prefix.commit(family.first, PROMPT)
-    pool.rollback(family.plan)
-    assert pool.prefix.committed(family.first) == 16 and family.ask() == 4
-    pool.close(family.second)
-    family.step(family.plan, family.first, [1, 2, 3, 4])
-    pool.prefix.commit(family.first, [1, 2, 3, 4])
-    assert family.ask([*PROMPT, 1, 2, 3, 4]) == 4
-    pool.truncate(family.first, 4)
-    family.step(family.plan, family.first, PROMPT[4:])
-    pool.prefix.commit(family.first, PROMPT[4:])
-    assert family.ask() == 16 and family.read(family.first) == PROMPT
 
 
 @pytest.mark.parametrize("groups", [[Group.full()]], ids=["full"])
