@@ -109,17 +109,6 @@ def test_event_keys_are_the_same_in_every_pool_and_differ_by_namespace_and_prefi
     assert {len(key) for key in seen[0]} == {16}
 
 
-def test_events_replayed_give_what_is_cached(make_pool, make_plan):
-    pool = make_pool(8, prefix_cache=True, events=256)
-    mirror = set()
-    for turn in range(12):
-        cache(make_plan, pool, [turn % 3] * 4 + [turn % 4] * 4 + [turn] * 4)
-        for event in drained(pool):
-            (mirror.add if event[0] == "stored" else mirror.remove)(event[1])
-        assert len(mirror) == pool.prefix.stats().nodes
-    assert pool.prefix.stats().evicted > 0
-
-
 def test_pool_without_events_has_none(make_any, make_plan):
     pool = make_any()
     cache(make_plan, pool, A)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixes import cache, compute, serve
+from prefixes import cache, serve
 
 from kvpool.errors import CapacityExceeded, OutOfBlocks, OutOfSequences
 
@@ -41,34 +41,6 @@ def test_eviction_takes_the_least_recently_released_prefix_first_and_no_hit_in_u
     assert pool.prefix.match(A + D) == pool.prefix.match(B + D) == 0
 
 
-def test_child_whose_parent_was_evicted_is_found_again_with_the_parents_content(make_pool, make_plan):
-    pool = make_pool(16, prefix_cache=True)
-    first, row = pool.open(A), pool.open(A)
-    for handle in (first, row):
-        compute(make_plan, pool, handle, 4)
-        pool.prefix.commit(handle, A)
-    compute(make_plan, pool, row, 4)
-    pool.prefix.commit(row, B)  # the row has a duplicate of the parent, and the child
-    pool.close(first)
-    assert pool.blocks.evict(16) == 1
-    assert pool.prefix.match(A + B + C) == 0
-    cache(make_plan, pool, A)  # the parent's content again, at the node that the child has held
-    assert pool.prefix.match(A + B + C) == 8 and pool.prefix.stats().inserted == 2
-    pool.close(row)  # the child becomes evictable, and the parent is the most recent after it
-    assert pool.stats().evictable == 2
-    assert pool.blocks.evict(1) == 1 and pool.prefix.match(A + B + C) == 4
-    assert pool.blocks.evict(16) == 1 and pool.prefix.stats().nodes == 0
-
-
-def test_block_taken_for_other_use_is_not_found_any_more(make_pool, make_plan):
-    pool = make_pool(4, prefix_cache=True)  # blocks 1 .. 3
-    cache(make_plan, pool, A + B)
-    handle = serve(make_plan, pool, C + D + A)
-    assert pool.prefix.match(A + B + C) == 0
-    pool.close(handle)
-    assert pool.prefix.match(C + D + A + B) == 12
-
-
 def test_open_does_not_count_its_own_hits_as_blocks_to_take(make_pool, make_plan, refused):
     pool = make_pool(5, prefix_cache=True)
     cache(make_plan, pool, A + B)
@@ -90,15 +62,6 @@ def test_open_may_evict_what_it_did_not_hit(make_pool, make_plan):
     cache(make_plan, pool, C)
     # B is held; A and C make room before a block is taken, and lie on the blank stack with C on top.
     assert pool.table(pool.open(B + C + D)).tolist() == [2, 3, 1]
-
-
-def test_open_leaves_the_watermark(make_pool, make_plan, refused):
-    pool = make_pool(6, prefix_cache=True, watermark=2)  # 5 blocks
-    cache(make_plan, pool, A + B)
-    with refused(pool, OutOfBlocks, "open") as caught:
-        pool.open(A + B + C + D)
-    assert (caught.value.needed, caught.value.short_by) == (2, 1)
-    assert pool.num_tokens(pool.open(A + B + C)) == 8
 
 
 def test_open_refuses_in_order_of_capacity_blocks_and_slots(make_pool, make_plan, refused):
@@ -124,12 +87,3 @@ def test_hit_in_limbo_leaves_it_and_needs_no_block(make_pool, make_plan):
     found = pool.open(A + B)
     assert pool.table(found).tolist() == [1, 3] and pool.stats().limbo == 0
     pool.done(plan)
-
-
-def test_release_order_of_two_prompts_is_the_order_of_eviction(make_pool, make_plan):
-    pool = make_pool(16, prefix_cache=True)
-    long = serve(make_plan, pool, A + B + C)
-    short = serve(make_plan, pool, A + D)
-    pool.close(long)  # C, B; A is still in use
-    pool.close(short)  # D, A
-    assert leaving(pool) == [3, 2, 4, 1]

@@ -32,17 +32,6 @@ def test_flush_leaves_blocks_in_use_to_their_sequence(make_any, make_plan):
     assert pool.blocks.alloc(2).tolist() == [1, 2]
 
 
-def test_flush_leaves_blocks_in_limbo_until_their_step_is_done(make_any, make_plan):
-    pool = make_any()
-    handle, other, plan = serve(make_plan, pool, A), pool.open(), make_plan(pool)
-    pool.step(plan, [other], 1)
-    pool.close(handle)
-    assert pool.prefix.flush() == 0 and pool.stats().limbo == 1
-    assert pool.prefix.match(A + B) == 0
-    pool.done(plan)
-    assert (pool.stats().limbo, pool.stats().evictable) == (0, 0)
-
-
 def test_flushed_content_does_not_come_back_with_an_older_sequence(make_any, make_plan):
     # New weights: what was computed with the old ones must not be found, whoever commits it.
     pool = make_any()
@@ -58,26 +47,3 @@ def test_flushed_content_does_not_come_back_with_an_older_sequence(make_any, mak
     assert pool.prefix.stats().nodes == 0
     cache(make_plan, pool, A + B)
     assert pool.prefix.match(A + B + C) == 8
-
-
-def test_flushed_block_is_never_written_in_place(make_any, make_plan):
-    pool = make_any()
-    handle = serve(make_plan, pool, A)
-    pool.prefix.flush()
-    pool.truncate(handle, 2)
-    compute(make_plan, pool, handle, 1)
-    assert pool.table(handle, 0).ravel().tolist() == [2]
-
-
-def test_flush_leaves_no_place_to_a_duplicate(make_pool, make_plan):
-    pool = make_pool(prefix_cache=True)
-    first, second = pool.open(A), pool.open(A)
-    for handle in (first, second):
-        compute(make_plan, pool, handle, 4)
-        pool.prefix.commit(handle, A)
-    compute(make_plan, pool, second, 4)
-    pool.prefix.commit(second, B)
-    pool.close(first)
-    assert pool.prefix.flush() == 1  # block 1; the others are in use
-    pool.close(second)
-    assert pool.stats().used == pool.stats().evictable == pool.prefix.stats().nodes == 0

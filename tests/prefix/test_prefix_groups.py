@@ -170,18 +170,6 @@ def test_row_that_lost_tokens_ends_its_index_and_what_it_committed_stays(leave):
     pool.check()
 
 
-def test_row_in_the_place_of_one_that_lost_tokens_has_lost_none():
-    pool, plan = make(Group.full(), Group.window(8), max_seqs=1)
-    prompt = list(range(60))
-    for _ in range(2):
-        handle, cached = prefill(pool, plan, prompt)
-        assert pool.kv_len(handle) == 60 and len(pool.table(handle, 0)) == 15
-        pool.evict_blocks(handle, [0, 1])
-        pool.close(handle)
-    assert cached > 0
-    pool.check()
-
-
 def test_checkpoint_larger_than_arena_0_is_refused():
     with pytest.raises(ValueError, match="a checkpoint has 20 blocks, arena 0 has 19"):
         Pool(20, 4, groups=[Group.full(), Group.state(4, blocks=20)], prefix_cache=True, reserved_blocks=1)
@@ -218,23 +206,6 @@ def test_blocks_by_id_leave_entries_whole():
     pool.check()
 
 
-def test_pin_holds_a_checkpoint_until_it_is_closed_and_is_no_hit():
-    pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=2), num_blocks=40)
-    prompt = list(range(40))
-    pool.close(prefill(pool, plan, prompt, cut=40)[0])
-    pin = pool.prefix.pin(prompt)
-    assert pool.num_tokens(pin) == 40
-    pool.blocks.evict(1000)
-    pool.check()
-    assert pool.prefix.stats().checkpoints_used == 0
-    pool.close(pool.open([*prompt, 1]))
-    assert pool.prefix.stats().checkpoints_used == 1
-    pool.prefix.unpin(pin)
-    pool.blocks.evict(1000)
-    assert pool.prefix.match([*prompt, 1]) == 0 and pool.stats().used == 0
-    pool.check()
-
-
 def test_reset_and_shutdown_with_loads_and_saves_pending_leave_nothing():
     pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=2), num_blocks=60, events=1000)
     prompt, late = list(range(40)), Plan(pool, 4, 256)
@@ -254,100 +225,6 @@ def test_reset_and_shutdown_with_loads_and_saves_pending_leave_nothing():
             assert told.count("stored") == told.count("removed") > 0 and told[-1] == "cleared"
             pool.close(prefill(pool, plan, prompt, cut=40)[0])
             assert pool.prefix.match([*prompt, 1]) == 40
-
-
-def test_flush_while_a_load_is_pending_lets_the_row_go_on():
-    pool, plan = make(Group.full(), Group.state(8, blocks=2), num_blocks=60)
-    prompt = list(range(40))
-    pool.close(prefill(pool, plan, prompt, cut=40)[0])
-    row = pool.open([*prompt, 1, 2])
-    pool.step(plan, [row], 1)
-    loads = plan.groups[1].state_loads.tolist()
-    pool.prefix.flush()
-    assert pool.prefix.match([*prompt, 1]) == 0
-    pool.rollback(plan)
-    pool.step(plan, [row], 1)
-    assert plan.groups[1].state_loads.tolist() == loads != []
-    pool.done(plan)
-    pool.close(row)
-    pool.check()
-    assert pool.stats().used == 0
-
-
-@EITHER
-def test_hits_take_every_slot_of_a_state(kinds):
-    pool, plan = make(Group.full(), Group.state(4, blocks=1), kinds=kinds)
-    prompt = list(range(40))
-    pool.close(prefill(pool, plan, prompt, cut=40)[0])
-    rows = [pool.open([*prompt, 1]) for _ in range(4)]
-    assert pool.stats(1).used == 4 and {pool.num_tokens(row) for row in rows} == {40}
-    with pytest.raises(OutOfBlocks):
-        pool.open([*prompt, 1])
-    pool.close(rows)
-    pool.check()
-
-
-@EITHER
-def test_window_of_a_checkpoint_to_be_loaded_stays_when_another_row_with_it_closes(kinds):
-    """Both rows were loaded, and neither has run: the second one's entries took the place of the first one's."""
-    pool, plan = make(Group.window(24, keep=8), Group.state(6, blocks=3), kinds=kinds)
-    first = pool.open([7] * 4, load=True)
-    pool.loaded(first, 4)
-    pool.prefix.commit(first, [7] * 4)
-    second = pool.open([7] * 16, load=True)
-    pool.step(plan, [first], [0])
-    pool.loaded(second, 16)
-    pool.prefix.commit(second, [7] * 16)
-    pool.close(second)
-    pool.done(plan)
-    pool.check()
-    hit = pool.open([7, 7, 7, 7, 8])
-    assert pool.num_tokens(hit) == 4 and pool.table(hit, 0)[0] == pool.table(first, 0)[0]
-    pool.close([first, hit])
-    pool.check()
-    assert pool.stats().used == 0
-
-
-@EITHER
-def test_window_of_a_checkpoint_that_a_pending_step_loads_stays_when_another_row_with_it_was_closed(kinds):
-    """The second row was closed while an older step was pending, which ends first: its entries may leave then."""
-    pool, older = make(Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
-    newer, bystander = kinds[1](pool, 3, 48), pool.open()
-    first = pool.open([7] * 4, load=True)
-    pool.loaded(first, 4)
-    pool.prefix.commit(first, [7] * 4)
-    second = pool.open([7] * 16, load=True)
-    pool.loaded(second, 16)
-    pool.step(older, [bystander], [0])
-    pool.prefix.commit(second, [7] * 16)
-    pool.close(second)
-    pool.step(newer, [first, bystander], [1, 0])
-    pool.done(older)
-    pool.check()
-    hit = pool.open([7, 7, 7, 7, 8])
-    assert pool.num_tokens(hit) == 4 and pool.table(hit, 0)[0] == pool.table(first, 0)[0]
-    pool.done(newer)
-    pool.close([first, hit, bystander])
-    pool.check()
-    assert pool.stats().used == 0
-
-
-@EITHER
-def test_window_of_a_checkpoint_to_be_loaded_stays_where_tokens_left_the_row(kinds):
-    """The row has no place in the tree any more, and its states are still to be loaded."""
-    pool, _ = make(Group.full(), Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
-    first = pool.open([7] * 16, load=True)
-    pool.loaded(first, 16)
-    pool.prefix.commit(first, [7] * 16)
-    pool.evict_blocks(first, [0, 2])
-    second = pool.open([7] * 4, load=True)
-    pool.loaded(second, 4)
-    pool.prefix.commit(second, [7] * 4)
-    pool.close(second)
-    pool.check()
-    pool.close(first)
-    pool.check()
-    assert pool.stats().used == 0
 
 
 def test_events_name_group_kind_and_window():
@@ -382,64 +259,6 @@ def test_third_checkpoint_before_a_commit_is_skipped(kinds):
 
 
 @EITHER
-def test_checkpoint_for_which_none_may_leave_is_skipped(kinds):
-    layers = [Group.window(4), Group.full(arena=1, num_blocks=4), Group.state(8, blocks=1)]
-    pool, plan = make(*layers, kinds=kinds, max_seqs=3)  # 7 nodes and so 2 checkpoints
-    prompts = [[k] * 5 for k in range(3)]
-    for prompt in prompts[:2]:
-        pool.close(prefill(pool, plan, prompt[:4], cut=4)[0])
-    rows = [pool.open(prompt, reserve=False) for prompt in prompts[:2]]
-    assert [pool.num_tokens(row) for row in rows] == [4, 4]  # whose states are not loaded yet
-    third = prefill(pool, plan, prompts[2][:4], cut=4)[0]
-    assert [pool.prefix.match(prompt) for prompt in prompts] == [4, 4, 0]
-    assert pool.prefix.stats().checkpoints_skipped == 1
-    pool.close([*rows, third])
-    pool.close(prefill(pool, plan, prompts[2][:4], cut=4)[0])
-    assert [pool.prefix.match(prompt) for prompt in prompts] == [0, 4, 4]
-    pool.check()
-
-
-@EITHER
-def test_rollback_drops_what_open_rows_saved_beside_a_row_that_was_closed(kinds):
-    pool, plan = make(Group.full(), Group.state(8, blocks=2), kinds=kinds)
-    prompts = [[k] * 40 for k in range(2)]
-    rows = [pool.open(prompt, reserve=False) for prompt in prompts]
-    pool.step(plan, rows, 24)  # the cut
-    assert len(plan.groups[1].state_saves) == 2
-    pool.close(rows[0])
-    pool.rollback(plan)
-    assert pool.stats().used == 0
-    pool.step(plan, rows[1:], 24)
-    pool.done(plan)
-    pool.prefix.commit(rows[1], prompts[1][:24])
-    assert [pool.prefix.match(prompt) for prompt in prompts] == [0, 24]
-    pool.close(rows[1])
-    pool.check()
-
-
-def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
-    left = []
-    for kinds in ((Pool, Plan), (ModelPool, ModelPlan)):
-        pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
-        for text in ([1] * 80, [1] * 20 + [4] * 60):
-            pool.close(prefill(pool, plan, text)[0])
-        prompt, seen = [1] * 80 + [2] * 120, []
-        rows = [pool.open(prompt), pool.open(prompt)]
-        while (places := pool.prefix.wanted(rows).tolist())[0] > 0:
-            pool.step(plan, rows, places[0] - pool.num_tokens(rows[0]))
-            pool.done(plan)
-            for row in rows:
-                pool.prefix.commit(row, prompt[pool.prefix.committed(row) : places[0]])
-        pool.close(rows)
-        while pool.blocks.evict(1):
-            found = [pool.prefix.match([*prompt[:n], 3]) for n in range(16, 200, 8)]
-            seen.append((found, pool.prefix.stats().checkpoints))
-        stats = pool.prefix.stats()
-        left.append((stats.checkpoints_taken, stats.checkpoints_published, seen))
-    assert left[0] == left[1] and left[0][:2] == (6 + 2 * 3, 6 + 3) and len({str(one) for one in left[0][2]}) > 5
-
-
-@EITHER
 def test_wanted_of_a_closed_row_is_refused(kinds):
     pool, _ = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
     rows = [pool.open([1] * 40), pool.open([2] * 40)]
@@ -447,16 +266,6 @@ def test_wanted_of_a_closed_row_is_refused(kinds):
     with pytest.raises(StaleHandle):
         pool.prefix.wanted(rows)
     assert pool.prefix.wanted(rows[:1]).tolist() == [16]
-
-
-def test_single_block_is_not_taken_out_of_the_cache():
-    pool, plan = make(Group.full(), num_blocks=6, reserved_blocks=1)
-    pool.close(prefill(pool, plan, [1] * 20)[0])
-    before = pool.fingerprint(), pool.digest()
-    with pytest.raises(OutOfBlocks):
-        pool.blocks.alloc()
-    assert (pool.fingerprint(), pool.digest()) == before and pool.prefix.match([1] * 21) == 20
-    assert pool.blocks.evict(1) == 1 and pool.blocks.alloc() > 0 and pool.prefix.match([1] * 21) == 16
 
 
 @EITHER
@@ -475,21 +284,6 @@ def test_commit_judges_tokens_that_two_rows_of_the_call_tell_of_one_entry(kinds)
     assert (pool.fingerprint(), pool.digest()) == before
     pool.prefix.commit([first, parent, late], [9] * 8 + [1] * 24, [8, 8, 16])
     assert pool.prefix.match([1] * 17) == 16
-    pool.check()
-
-
-@EITHER
-def test_commit_judges_what_two_rows_of_the_call_tell_of_tokens_before_an_entry_that_they_share(kinds):
-    pool, plan = make(Group.window(5), kinds=kinds)
-    handle = pool.open()
-    pool.step(plan, [handle], 12)
-    pool.done(plan)
-    rows = [handle, *pool.fork(handle).tolist()]
-    assert pool.table(handle, 0).ravel().tolist()[0] == 0  # the first entry has been let go
-    tokens = list(range(12))
-    with pytest.raises(ValueError, match="other tokens"):
-        pool.prefix.commit(rows, [*tokens, 9, *tokens[1:]])
-    pool.prefix.commit(rows, [*tokens, *tokens])
     pool.check()
 
 

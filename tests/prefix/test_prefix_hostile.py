@@ -34,9 +34,3 @@ def test_flush_tells_the_same_of_a_namespace_whether_others_pushed_it_out_or_not
         assert pool.prefix.flush(b"mine") == 0
         told.append(pool.prefix.events())
     assert told[0] == told[1] == [("cleared", b"mine")]
-
-
-@pytest.mark.parametrize("count", [6, np.int64(6), np.array(6)])
-def test_open_takes_a_count_in_any_form_of_an_int(count):
-    pool = Pool(16, 4, prefix_cache=True)
-    assert len(pool.table(pool.open(count))) == 2

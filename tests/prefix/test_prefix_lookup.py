@@ -50,17 +50,6 @@ def test_lookup_ends_at_the_first_different_token_and_before_a_partial_block(mak
         assert pool.prefix.match(prompt) == position // 4 * 4
 
 
-def test_lookup_of_the_same_block_behind_another_prefix_misses(make_any, make_plan):
-    pool = make_any()
-    a, b, c = PROMPT[:4], PROMPT[4:8], PROMPT[8:]
-    cache(make_plan, pool, [*a, *b])
-    cache(make_plan, pool, [*c, *b])
-    assert pool.prefix.match([*b, 0]) == 0
-    assert pool.prefix.match([*c, *a, 0]) == 4
-    one, other = pool.open([*a, *b, 0]), pool.open([*c, *b, 0])
-    assert not set(pool.table(one, 0).ravel()) & set(pool.table(other, 0).ravel())
-
-
 def test_lookup_takes_every_form_of_tokens_and_changes_nothing(make_any, make_plan):
     pool = make_any(events=8)
     cache(make_plan, pool, [*PROMPT, *[2**31 - 1] * 4])
@@ -92,21 +81,6 @@ def test_lookup_finds_tokens_generated_later_and_by_a_sequence_opened_by_count(m
             compute(make_plan, pool, handle, 1)
             pool.prefix.commit(handle, [token])
         assert pool.prefix.match([*PROMPT, 7], namespace) == 12
-
-
-def test_lookup_finds_blocks_in_use_cached_and_in_limbo(make_any, make_plan):
-    pool = make_any()
-    handle = serve(make_plan, pool, PROMPT)
-    assert pool.prefix.match([*PROMPT, 7]) == 12  # in use
-    other, plan = pool.open(), make_plan(pool)
-    pool.step(plan, [other], 1)
-    pool.close(handle)
-    assert pool.stats().limbo == 3 and pool.prefix.match([*PROMPT, 7]) == 12
-    found = pool.open([*PROMPT, 7])
-    assert pool.stats().limbo == 0 and pool.num_tokens(found) == 12
-    pool.close(found)
-    pool.done(plan)
-    assert pool.stats().evictable == 3 and pool.prefix.match([*PROMPT, 7]) == 12
 
 
 @pytest.mark.parametrize("more", [[], [Group.full(block_size=8)], [Group.window(4)], [Group.state(4)]])

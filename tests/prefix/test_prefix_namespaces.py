@@ -62,15 +62,6 @@ def test_one_namespace_depends_on_another_only_through_capacity(make_pool, make_
     assert run(noise=True) == run(noise=False)
 
 
-def test_fork_stays_in_its_namespace(make_any, grow):
-    pool = make_any()
-    parent = pool.open(PROMPT, b"a")
-    grow(pool, parent, 4)
-    child = int(pool.fork(parent)[0])
-    pool.prefix.commit(child, PROMPT)
-    assert (pool.prefix.match(MORE, b"a"), pool.prefix.match(MORE)) == (4, 0)
-
-
 def test_namespace_is_known_as_long_as_it_has_a_sequence_or_a_node(make_any, make_plan):
     pool = make_any(24, 4, max_seqs=4)
     known = lambda: pool.prefix.stats().namespaces  # noqa: E731
@@ -100,13 +91,6 @@ def test_namespace_is_known_as_long_as_it_has_a_sequence_or_a_node(make_any, mak
     pool.compact(row, 2)
     assert known() == 0  # a sequence that lost tokens keeps no namespace
     pool.close(row)
-
-
-def test_a_salt_per_request_leaves_nothing_behind(make_any):
-    pool = make_any()
-    for i in range(5000):
-        pool.close(pool.open([1], b"%d" % i))
-    assert pool.prefix.stats().namespaces == 0
 
 
 def test_open_with_a_salt_of_its_own_costs_the_same_whatever_is_cached(core):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prefixes import cache, compute, serve
+from prefixes import cache
 
-from kvpool.errors import OutOfSequences, StaleHandle
+from kvpool.errors import StaleHandle
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 
@@ -31,23 +31,6 @@ def test_pin_holds_a_whole_prefix_of_its_namespace_and_is_no_query(make_any, mak
 
 def _is_core(pool):
     return type(pool).__module__.startswith("kvpool._")
-
-
-def test_pin_can_be_forked_and_goes_on_as_a_prompt(make_any, make_plan):
-    pool = make_any()
-    cache(make_plan, pool, A)
-    pin = pool.prefix.pin(A)
-    child = int(pool.fork(pin)[0])
-    compute(make_plan, pool, child, 4)
-    pool.prefix.commit(child, B)
-    assert pool.prefix.match(A + B + C) == 8
-
-
-def test_pin_without_a_free_slot_is_refused(make_any, make_plan, refused):
-    pool = make_any(max_seqs=1)
-    serve(make_plan, pool, A)
-    with refused(pool, OutOfSequences, "pin"):
-        pool.prefix.pin(A)
 
 
 def test_pin_moves_a_prefix_to_the_new_end(make_any, make_plan):
