@@ -94,12 +94,6 @@ def test_array_that_a_layer_group_or_the_plan_lacks_is_refused(grouped, group, n
     assert call("group_array", None, group, C["KVPOOL_SEQ_LENS"], Array()) == C["KVPOOL_VALUE_ERROR"]
 
 
-def test_prompt_in_a_pool_without_a_cache_takes_blocks_for_all_of_it():
-    pool, handle, cached = Pool(32, 4, groups=GROUPS), ctypes.c_int64(), ctypes.c_int64(-1)
-    assert call("open_prompt", pool, PROMPT, 8, None, 0, handle, cached) == 0
-    assert cached.value == 0 and pool.capacity(handle.value) == 8
-
-
 def test_stats_table_and_num_free_are_those_of_the_pool():
     pool, plan = new()
     cached, handle = pool.open(PROMPT), pool.open()
@@ -238,18 +232,20 @@ def test_null_pool_is_refused(name):
     assert message() == f"[{name}] pool is NULL"
 
 
-def test_null_plan_is_refused():
-    pool, _ = new()
-    for name, rest in {"step": [None, None, 0, 0], "done": [], "rollback": []}.items():
-        assert call(name, pool, None, *rest) == C["KVPOOL_VALUE_ERROR"]
-        assert message() == f"[{name}] plan is NULL"
-
-
-def test_plan_of_another_pool_is_refused():
-    pool, _ = new()
-    _, other = new()
-    assert call("step", pool, other, ints(pool.open()), None, 1, 0) == C["KVPOOL_VALUE_ERROR"]
-    assert "belongs to another pool" in message()
+def test_pool_or_plan_that_does_not_fit_is_refused():
+    (pool, _), (_, other), (closed, late), bare = new(), new(), new(), Pool(8, 4)
+    closed.shutdown()
+    row, null, value = ints(pool.open()), "[{}] plan is NULL", "VALUE_ERROR"
+    for name, arguments, status, said in (
+        ("step", [pool, None, None, None, 0, 0], value, null),
+        ("done", [pool, None], value, null),
+        ("rollback", [pool, None], value, null),
+        ("step", [pool, other, row, None, 1, 0], value, "[{}] the plan belongs to another pool"),
+        ("step", [closed, late, ints(0), None, 1, 0], "CLOSED", "[{}] the pool was shut down"),
+        ("commit", [bare, ints(bare.open()), None, 1, PROMPT, 0], value, "[{}] the pool has no prefix cache"),
+    ):
+        assert call(name, *arguments) == C[f"KVPOOL_{status}"]
+        assert message().startswith(said.format(name)), message()
 
 
 def test_error_keeps_its_attributes(world):
@@ -290,19 +286,6 @@ def test_stats_of_a_newer_caller_are_filled_with_zeros():
     assert call("stats", pool, ctypes.addressof(memory), 88) == 0
     assert Stats.from_buffer(memory).num_blocks == 32
     assert memory.raw[80:] == b"\0" * 8 + b"\xff" * 8
-
-
-def test_closed_pool_is_refused():
-    pool, plan = new()
-    pool.shutdown()
-    assert call("step", pool, plan, ints(0), None, 1, 0) == C["KVPOOL_CLOSED"]
-    assert message() == "[step] the pool was shut down"
-
-
-def test_pool_without_a_prefix_cache_commits_nothing():
-    pool = Pool(8, 4)
-    assert call("commit", pool, ints(pool.open()), None, 1, PROMPT, 0) == C["KVPOOL_VALUE_ERROR"]
-    assert message() == "[commit] the pool has no prefix cache (prefix_cache=False)"
 
 
 class Intruder:

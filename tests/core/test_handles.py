@@ -230,17 +230,6 @@ def test_one_handle_is_a_batch_of_one(make_pool, make_plan, call):
     assert found[1:] == found[:1] * 4
 
 
-def test_one_table_index_is_a_batch_of_one(make_pool, grow):
-    tables = []
-    for places in ([1], 1):
-        pool = make_pool()
-        handle = pool.open()
-        grow(pool, handle, 9)
-        pool.evict_blocks(handle, places)
-        tables.append(pool.table(handle).tolist())
-    assert tables == [[1, 3]] * 2
-
-
 def test_batch_after_a_refused_duplicate_is_not_confused(make_any):
     pool = make_any()
     a, b = pool.open(4), pool.open(4)

@@ -6,26 +6,9 @@ import pytest
 
 def test_fresh_pool(make_pool):
     stats = make_pool(16, 4, reserved_blocks=2).stats()
-    assert stats._asdict() == {
-        "num_blocks": 16,
-        "reserved": 2,
-        "blank": 14,
-        "evictable": 0,
-        "limbo": 0,
-        "used": 0,
-        "shared": 0,
-        "sequences": 0,
-        "pending": 0,
-        "cow_copies": 0,
-        "cow_tokens": 0,
-        "allocs": 0,
-        "evictions": 0,
-        "peak_used": 0,
-        "tokens": 0,
-        "capacity": 0,
-        "fragmentation": 0.0,
-        "evicted_tokens": 0,
-    }
+    assert {name: value for name, value in stats._asdict().items() if value} == {
+        "num_blocks": 16, "reserved": 2, "blank": 14,
+    }  # fmt: skip
 
 
 def test_one_of_everything(make_pool, make_plan, grow):

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from catalogue import broken, planted
 
 from kvpool import Group, Plan, Pool
 from kvpool.errors import ConcurrentUse, KVPoolError, OutOfBlocks
@@ -230,29 +229,6 @@ def test_alloc_out_that_another_thread_writes_leaves_the_pool_sound(count):
 # ---- readers, and callers that wait ------------------------------------------------------------------------
 
 
-class BusyFlag(Pool):
-    """A second call inside a running one is refused."""
-
-    def _enter(self, call: str) -> None:
-        if self.__dict__.get("busy"):
-            raise ConcurrentUse(f"[{call}] another call is inside the pool")
-        self.busy = True
-        time.sleep(0)
-
-    def step(self, *arguments: Any, **options: Any) -> None:
-        """Refuse, or keep others out."""
-        self._enter("step")
-        super().step(*arguments, **options)
-        self.busy = False
-
-    def stats(self) -> Any:
-        """Refuse, or keep others out."""
-        self._enter("stats")
-        stats = super().stats()
-        self.busy = False
-        return stats
-
-
 class Finalized:
     """A cycle with a finalizer, as sockets and futures are: the collector runs it inside of anything."""
 
@@ -263,8 +239,7 @@ class Finalized:
         sum(range(100))
 
 
-@planted(broken(Pool=BusyFlag), model=False)
-def test_reader_is_never_refused_and_never_in_the_way(Pool, Plan):
+def test_reader_is_never_refused_and_never_in_the_way():
     """A thread that reads beside an engine, while finalizers run."""
     pool = Pool(256, 4, max_seqs=16, prefix_cache=True, events=64, seed=1)
     plan, handles = Plan(pool, 16), [pool.open(4) for _ in range(16)]
@@ -385,8 +360,7 @@ class Visitor:
         self.pool.stats()
 
 
-@planted(broken(Pool=BusyFlag), model=False)
-def test_threads_share_the_prefix_cache_of_a_pool_with_groups(Pool, Plan):
+def test_threads_share_the_prefix_cache_of_a_pool_with_groups():
     """Four threads open, step, commit, close and flush. Each hit has what some thread computed for that prompt."""
     pool = Pool(60, 4, groups=[Group.full(), Group.state(20, blocks=1)], prefix_cache=True, max_seqs=8, seed=1)
     holds: dict[Any, Any] = {}

@@ -213,3 +213,16 @@ def test_digest_sees_the_tokens_of_a_commit_and_the_namespace_of_a_flush(make_an
         pool.prefix.flush(flushed)
         flushes.append(pool.digest())
     assert len(set(flushes)) == 3
+
+
+def test_counts_that_change_the_tokens_while_they_are_read_are_judged_on_the_change(pool, make_plan):
+    handle, tokens = pool.open(0), np.array(A, np.int32)
+    compute(make_plan, pool, handle, 4)
+
+    class Evil:
+        def __index__(self):
+            tokens[0] = -7
+            return 4
+
+    with pytest.raises(ValueError, match=r"tokens\[0\] is out of range \(-7\)"):
+        pool.prefix.commit([handle], tokens, [Evil()])

@@ -1,10 +1,10 @@
-"""Which cached block leaves first, and what a request may take."""
+"""Which cached block leaves first, what a request may take, and what a pin holds."""
 
 from __future__ import annotations
 
 from prefixes import cache, serve
 
-from kvpool.errors import CapacityExceeded, OutOfBlocks, OutOfSequences
+from kvpool.errors import CapacityExceeded, OutOfBlocks, OutOfSequences, StaleHandle
 
 A, B, C, D = ([n] * 4 for n in (1, 2, 3, 4))
 
@@ -87,3 +87,36 @@ def test_hit_in_limbo_leaves_it_and_needs_no_block(make_pool, make_plan):
     found = pool.open(A + B)
     assert pool.table(found).tolist() == [1, 3] and pool.stats().limbo == 0
     pool.done(plan)
+
+
+def _is_core(pool):
+    return type(pool).__module__.startswith("kvpool._")
+
+
+def test_pin_holds_a_whole_prefix_of_its_namespace_and_is_no_query(make_any, make_plan, refused):
+    pool = make_any()
+    cache(make_plan, pool, A + B + C, b"a")
+    before = pool.prefix.stats()
+    nothing = pool.prefix.pin(A + B)  # of another namespace
+    assert pool.num_tokens(nothing) == pool.capacity(nothing) == pool.stats().used == 0
+    pins = [pool.prefix.pin(A + B, b"a") for _ in range(2)]
+    for pin in pins:
+        assert pool.table(pin, 0).ravel().tolist() == [1, 2] and pool.num_tokens(pin) == pool.capacity(pin) == 8
+    assert pool.prefix.match(A + B, b"a") == 4  # a lookup ends before the last token
+    assert pool.blocks.evict(16) == 1 and pool.blocks.evict(16) == 0
+    for pin in pins:
+        assert pool.prefix.match(A + B + C, b"a") == 8
+        assert pool.blocks.evict(16) == 0
+        pool.prefix.unpin(pin)
+    with refused(pool, StaleHandle, "close" if _is_core(pool) else "unpin", pins[1]):
+        pool.prefix.unpin(pins[1])
+    assert pool.prefix.stats()[:3] == before[:3] and pool.blocks.evict(16) == 2
+
+
+def test_pin_moves_a_prefix_to_the_new_end(make_any, make_plan):
+    pool = make_any()
+    cache(make_plan, pool, A)
+    cache(make_plan, pool, B)
+    pool.prefix.unpin(pool.prefix.pin(A))
+    pool.blocks.evict(1)
+    assert (pool.prefix.match(A + C), pool.prefix.match(B + C)) == (4, 0)

@@ -47,3 +47,12 @@ def test_flushed_content_does_not_come_back_with_an_older_sequence(make_any, mak
     assert pool.prefix.stats().nodes == 0
     cache(make_plan, pool, A + B)
     assert pool.prefix.match(A + B + C) == 8
+
+
+def test_flush_tells_the_same_of_a_namespace_whether_others_pushed_it_out_or_not(make_any):
+    for others in (0, 3000):
+        pool = make_any(events=8)
+        for name in (b"mine", *(b"other %d" % i for i in range(others))):
+            pool.close(pool.open(A, name))
+        assert pool.prefix.flush(b"mine") == 0
+        assert pool.prefix.events() == [("cleared", b"mine")]
