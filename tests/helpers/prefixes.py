@@ -32,16 +32,6 @@ def cache(make_plan: Any, pool: Any, tokens: list[int], namespace: bytes = b"") 
     return blocks[: len(tokens) // pool.block_size]
 
 
-def ask(pool: Any, read: Any, prompt: list[int]) -> int:
-    """Open for a prompt; what is found must read as the prompt. Returns how many tokens were found."""
-    handle = pool.open([*prompt, 1])
-    found = pool.num_tokens(handle)
-    assert read(handle) == prompt[:found]
-    pool.check()
-    pool.close(handle)
-    return int(found)
-
-
 def as_arrays(tokens: list[int]) -> list[Any]:
     """The same tokens in every accepted form."""
     return [tokens, tuple(tokens), np.array(tokens, np.int32), np.array(tokens, np.int64)]

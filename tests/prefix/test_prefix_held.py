@@ -1,13 +1,11 @@
 """Blocks that wait: a block that a pending plan has still to fill is found by nobody, whatever the layer groups.
 
-A memory of one number per slot stands for the KV. Each test holds for the core and for the plain model.
+What the blocks hold, the fuzzer judges (`tests/verify`). Each test holds for the core and for the plain model.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from prefixes import ask
 
 from kvpool import Group, Plan, PlanStateError, Pool
 from kvpool.testing import ModelPlan, ModelPool
@@ -24,36 +22,23 @@ POOLS = {"core": (Pool, Plan), "model": (ModelPool, ModelPlan)}
 
 
 class Family:
-    """A pool, its memory, and two sequences that share all blocks of the prompt, none of them committed."""
+    """A pool, and two sequences that share all blocks of the prompt, none of them committed."""
 
     def __init__(self, kinds, groups, length=16):
         make_pool, self.make_plan = kinds
         self.pool = make_pool(64, 4, groups=groups, prefix_cache=True, max_seqs=8, events=1_000)
-        self.full = [g for g, group in enumerate(groups) if group.kind == "full"]
         self.columns = groups[0].columns
-        self.kv = {(g, c): np.full(64 * 8, np.nan) for g in self.full for c in range(groups[g].columns)}
-        self.sizes = [group.block_size or 4 for group in groups]
         self.plan = self.new_plan()
         self.first = self.pool.open([*PROMPT[:length], 1], b"", length)
-        self.step(self.plan, self.first, PROMPT[:length])
+        self.step(self.plan, self.first, length)
         self.second = int(self.pool.fork(self.first)[0])
 
     def new_plan(self):
         return self.make_plan(self.pool, 4, 64)
 
-    def execute(self, plan, tokens=()):
-        """Do the work of a plan and say so."""
-        for (g, column), kv in self.kv.items():
-            size, columns = self.sizes[g], max(c for k, c in self.kv if k == g) + 1
-            part = plan.groups[g]
-            for src, dst, n in part.copies[column::columns] * [size, size, 1]:
-                kv[dst : dst + n] = kv[src : src + n]
-            kv[part.slot_mapping[column, : plan.num_tokens]] = tokens
+    def step(self, plan, handle, n):
+        self.pool.step(plan, [handle], n)
         self.pool.done(plan)
-
-    def step(self, plan, handle, tokens):
-        self.pool.step(plan, [handle], len(tokens))
-        self.execute(plan, tokens)
 
     def unshare(self, plan, handle, length=14, first=0):
         """Blocks of group 0 that hold the first tokens, but for some, are to be copied."""
@@ -64,19 +49,10 @@ class Family:
         """How many tokens each entry of group 0 that is to be copied has."""
         return plan.groups[0].copies[:: self.columns, 2].tolist()
 
-    def read(self, handle):
-        """What the tokens of a sequence are, by every column of every full group."""
-        length, found = self.pool.num_tokens(handle), []
-        for (g, column), kv in self.kv.items():
-            table = self.pool.table(handle, g).reshape(-1, max(c for k, c in self.kv if k == g) + 1)
-            slots = table[:, column, None] * self.sizes[g] + np.arange(self.sizes[g])
-            found.append(kv[slots.ravel()[:length]].tolist())
-        assert all(tokens == found[0] for tokens in found)
-        return found[0]
-
-    def ask(self, prompt=PROMPT):
-        """Open a sequence for the prompt: what is found must be there. Returns how many tokens were."""
-        return ask(self.pool, self.read, prompt)
+    def found(self, prompt=PROMPT):
+        """How many tokens of the prompt are a hit."""
+        self.pool.check()
+        return self.pool.prefix.match([*prompt, 1])
 
     def stored(self):
         """How many entries of group 0 were told of since the last time."""
@@ -104,13 +80,13 @@ def test_copy_that_was_rolled_back_is_never_found(family):
     assert family.unshare(family.plan, family.first) == [4] * 4
     pool.prefix.commit(family.first, PROMPT)
     assert pool.prefix.committed(family.first) == len(PROMPT)
-    assert family.ask() == 0 and family.stored() == 0
+    assert family.found() == 0 and family.stored() == 0
     pool.rollback(family.plan)
-    assert family.ask() == 0 and family.stored() == 0
-    assert family.read(family.first) == PROMPT and pool.prefix.committed(family.first) == len(PROMPT)
+    assert family.found() == 0 and family.stored() == 0
+    assert pool.prefix.committed(family.first) == len(PROMPT)
     pool.prefix.commit(family.second, PROMPT)  # what was restored was written long ago
     pool.prefix.commit(family.first, [])  # it has the states of a checkpoint
-    assert family.ask() == len(PROMPT) and family.stored() == 4
+    assert family.found() == len(PROMPT) and family.stored() == 4
 
 
 @pytest.mark.parametrize("end", ["close", "close all", "reset"])
@@ -122,18 +98,18 @@ def test_copy_of_a_row_that_was_closed_is_never_found(family, end):
         pool.reset()
     else:
         pool.close([family.first] if end == "close" else [family.first, family.second])
-        assert family.ask() == 0
+        assert family.found() == 0
         pool.rollback(family.plan)
-    assert family.ask() == 0 and family.stored() == 0
+    assert family.found() == 0 and family.stored() == 0
     assert pool.stats().limbo == 0
 
 
 def test_copy_is_found_when_its_plan_is_done(family):
     family.unshare(family.plan, family.first)
     family.pool.prefix.commit(family.first, PROMPT)
-    assert family.ask() == 0 and family.stored() == 0
-    family.execute(family.plan)
-    assert family.ask() == len(PROMPT) and family.stored() == 4
+    assert family.found() == 0 and family.stored() == 0
+    family.pool.done(family.plan)
+    assert family.found() == len(PROMPT) and family.stored() == 4
     pinned = family.pool.prefix.pin(PROMPT)
     assert family.pool.table(pinned, 0).tolist() == family.pool.table(family.first, 0)[:4].tolist()
     before = family.pool.prefix.stats().duplicates
@@ -146,41 +122,41 @@ def test_copy_is_found_through_a_child_and_not_before(family):
     family.unshare(family.plan, family.first)
     child = int(pool.fork(family.first)[0])
     pool.prefix.commit(child, PROMPT)
-    assert family.ask() == 0
+    assert family.found() == 0
     with pytest.raises(PlanStateError):
         pool.rollback(family.plan)
     pool.close(family.first)
-    family.execute(family.plan)
-    assert family.stored() == 4 and family.read(child) == PROMPT
-    assert family.ask() in (0, len(PROMPT))  # a child has no states to save
+    family.pool.done(family.plan)
+    assert family.stored() == 4
+    assert family.found() in (0, len(PROMPT))  # a child has no states to save
 
 
 def test_blocks_behind_a_copy_wait_with_it_though_their_content_is_there(family):
     """Another sequence has published the first block: it is found, and nothing behind it."""
     pool = family.pool
     other = pool.open([*PROMPT, 1], b"", len(PROMPT))
-    family.step(family.plan, other, PROMPT)
+    family.step(family.plan, other, len(PROMPT))
     assert family.unshare(family.plan, family.first, 4) == [4]
     pool.prefix.commit(other, PROMPT[:4])
     known = family.stored()
     pool.prefix.commit(family.first, PROMPT)
-    assert family.ask() == family.ask(PROMPT[:4]) < len(PROMPT) and family.stored() == 0
-    family.execute(family.plan)
-    assert family.ask() == len(PROMPT) and known + family.stored() == 4
+    assert family.found() == family.found(PROMPT[:4]) < len(PROMPT) and family.stored() == 0
+    family.pool.done(family.plan)
+    assert family.found() == len(PROMPT) and known + family.stored() == 4
 
 
 def test_blocks_behind_a_copy_that_was_rolled_back_wait_until_it_is_committed(family):
     pool = family.pool
     assert family.unshare(family.plan, family.first, 8, 4) == [4]  # the second block
     pool.prefix.commit(family.first, PROMPT)
-    assert family.ask() <= 4 and family.stored() == 1
+    assert family.found() <= 4 and family.stored() == 1
     pool.rollback(family.plan)
-    assert family.ask() <= 4 and family.stored() == 0
+    assert family.found() <= 4 and family.stored() == 0
     pool.prefix.commit(family.first, [])
-    assert family.ask() <= 4 and family.stored() == 0 and pool.prefix.stats().checkpoints_published == 0
+    assert family.found() <= 4 and family.stored() == 0 and pool.prefix.stats().checkpoints_published == 0
     pool.prefix.commit(family.second, PROMPT)
     pool.prefix.commit(family.first, [])  # it has the states of a checkpoint
-    assert family.ask() == len(PROMPT) and family.stored() == 3
+    assert family.found() == len(PROMPT) and family.stored() == 3
 
 
 def test_row_that_waits_goes_on_when_a_plan_ends_after_another_row_has_committed(family):
@@ -189,9 +165,9 @@ def test_row_that_waits_goes_on_when_a_plan_ends_after_another_row_has_committed
     pool.prefix.commit(family.first, PROMPT)
     pool.rollback(family.plan)
     pool.prefix.commit(family.second, PROMPT[:4])
-    assert family.ask() <= 4
-    family.step(later, family.second, [1])
-    assert family.ask() == len(PROMPT) and family.stored() == 4
+    assert family.found() <= 4
+    family.step(later, family.second, 1)
+    assert family.found() == len(PROMPT) and family.stored() == 4
 
 
 def test_two_plans_that_copy_one_block_are_waited_for_in_turn(family):
@@ -199,12 +175,12 @@ def test_two_plans_that_copy_one_block_are_waited_for_in_turn(family):
     family.unshare(family.plan, family.first)
     pool.prefix.commit(family.first, PROMPT)
     assert family.unshare(later, family.first) == [4] * 4  # what is committed is not rewritten
-    family.execute(family.plan)
-    assert family.ask() == 0 and family.stored() == 0
+    family.pool.done(family.plan)
+    assert family.found() == 0 and family.stored() == 0
     pool.rollback(later)
-    assert family.ask() == len(PROMPT) and family.stored() == 4
+    assert family.found() == len(PROMPT) and family.stored() == 4
     pool.close([family.first, family.second])
-    assert family.ask() == len(PROMPT)
+    assert family.found() == len(PROMPT)
 
 
 @pytest.mark.parametrize("call", ["step", "reserve"])
@@ -216,8 +192,8 @@ def test_copy_of_the_tail_holds_nothing_back(kinds, groups, call):
     family.pool.prefix.commit(family.first, PROMPT[:10])
     assert family.stored() == 2
     family.pool.rollback(family.plan)
-    family.ask()
-    family.step(family.plan, family.first, PROMPT[10:])
+    family.found()
+    family.step(family.plan, family.first, len(PROMPT) - 10)
     family.pool.prefix.commit(family.first, PROMPT[10:])
     assert family.stored() == 2
 
@@ -227,10 +203,10 @@ def test_flush_while_blocks_wait_keeps_them_unfound(family, end):
     family.unshare(family.plan, family.first)
     family.pool.prefix.commit(family.first, PROMPT)
     family.pool.prefix.flush()
-    family.execute(family.plan) if end == "done" else family.pool.rollback(family.plan)
-    assert family.ask() == 0 and family.stored() == 0
+    family.pool.done(family.plan) if end == "done" else family.pool.rollback(family.plan)
+    assert family.found() == 0 and family.stored() == 0
     family.pool.close([family.first, family.second])
-    assert family.ask() == 0 and family.pool.stats().evictable == 0
+    assert family.found() == 0 and family.pool.stats().evictable == 0
 
 
 @pytest.mark.parametrize("groups", [[Group.full()]], ids=["full"])
@@ -240,7 +216,7 @@ def test_rows_that_wait_for_one_step_are_published_by_their_slots(family):
     pool.fork(family.first)
     pool.unshare(family.plan, [family.second, family.first], 14)
     pool.prefix.commit([family.second, family.first], PROMPT * 2)
-    family.execute(family.plan)
+    family.pool.done(family.plan)
     assert pool.table(pool.prefix.pin(PROMPT)).tolist() == pool.table(family.first)[:4].tolist()
     assert pool.prefix.stats().duplicates == 4
 
