@@ -421,13 +421,6 @@ def test_attributes_and_statistics_are_read_only(make_pool, make_plan):
     assert (pool.num_blocks, stats.blank, pool.stats().blank) == (16, 15, 12)  # a snapshot
 
 
-def test_pool_shows_its_parameters(make_pool):
-    pool = make_pool(20, 8, max_seqs=5, max_blocks_per_seq=7, reserved_blocks=2, watermark=3)
-    assert (pool.num_blocks, pool.block_size, pool.options.max_seqs) == (20, 8, 5)
-    assert (pool.options.max_blocks_per_seq, pool.options.reserved_blocks, pool.options.watermark) == (7, 2, 3)
-    assert (pool.options.in_order, pool.blocks.num_blank) == (False, 18)
-
-
 @pytest.mark.parametrize(
     "num_blocks, max_seqs, expected",
     [(16, 64, 15), (1000, 1024, 999), (200_000, 1024, 2**17), (300, 2**20, 128)],

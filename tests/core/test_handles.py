@@ -185,29 +185,24 @@ BATCH_CALLS = {
     "close": lambda pool, plan, hs: pool.close(hs),
     "truncate": lambda pool, plan, hs: pool.truncate(hs, 0),
     "can": lambda pool, plan, hs: pool.can(hs, 1),
-    "close_finished": lambda pool, plan, hs: pool.close_finished(hs, np.ones(len(hs), bool)),
+    "close_finished": lambda pool, plan, hs: pool.close_finished(hs, np.ones(np.size(hs), bool)),
     "step": lambda pool, plan, hs: pool.step(plan, hs, 1),
     "reserve": lambda pool, plan, hs: pool.reserve(plan, hs, 1),
+    "unshare": lambda pool, plan, hs: pool.unshare(plan, hs, 3),
+    "compact": lambda pool, plan, hs: pool.compact(hs, 5),
+    "commit": lambda pool, plan, hs: pool.prefix.commit(hs, [1, 2, 3, 4] * np.size(hs)),
+    "wanted": lambda pool, plan, hs: pool.prefix.wanted(hs).tolist(),
 }
 
 
 @pytest.mark.parametrize("call", BATCH_CALLS)
 def test_empty_batch_is_legal(make_any, make_plan, call):
-    pool = make_any()
+    pool = make_any(prefix_cache=True)
     plan = make_plan(pool)
     for handles in ([], (), np.empty(0, np.int64)):
         BATCH_CALLS[call](pool, plan, handles)
         if plan.is_pending:
             pool.done(plan)
-
-
-EVERY_BATCH = BATCH_CALLS | {
-    "close_finished": lambda pool, plan, hs: pool.close_finished(hs, np.array([True])),
-    "unshare": lambda pool, plan, hs: pool.unshare(plan, hs, 3),
-    "compact": lambda pool, plan, hs: pool.compact(hs, 5),
-    "commit": lambda pool, plan, hs: pool.prefix.commit(hs, [1, 2, 3, 4]),
-    "wanted": lambda pool, plan, hs: pool.prefix.wanted(hs).tolist(),
-}
 
 
 def after(call, pool, plan, handle_of):
@@ -216,12 +211,12 @@ def after(call, pool, plan, handle_of):
     handle = pool.open(4)
     pool.step(plan, [handle], 6)
     pool.done(plan)
-    result = EVERY_BATCH[call](pool, plan, handle_of(handle))
+    result = BATCH_CALLS[call](pool, plan, handle_of(handle))
     shown = [plan.block_tables.tolist(), plan.seq_lens.tolist(), plan.slot_mapping.tolist(), plan.served.tolist()]
     return result, shown, plan.is_pending, len(plan.handles), pool.stats(), pool.fingerprint(), pool.digest()
 
 
-@pytest.mark.parametrize("call", EVERY_BATCH)
+@pytest.mark.parametrize("call", BATCH_CALLS)
 def test_one_handle_is_a_batch_of_one(make_pool, make_plan, call):
     found = []
     for handle_of in (lambda h: [h], int, np.int64, lambda h: np.array(h), lambda h: np.array([h])):

@@ -24,17 +24,11 @@ needs_testcapi = pytest.mark.skipif(
 
 
 @can_fail
+@pytest.mark.parametrize(("made", "least"), [(script, TAKE_MEMORY), (script_with_groups, {"Pool", "Plan", "open"})])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_call_whose_allocation_fails_changes_nothing(seed):
-    failed = sweep_core(script(seed))
-    assert set(failed) >= TAKE_MEMORY and failed.total() > 100, failed
-
-
-@can_fail
-@pytest.mark.parametrize("seed", SEEDS)
-def test_call_with_groups_whose_allocation_fails_changes_nothing(seed):
-    failed = sweep_core(script_with_groups(seed))
-    assert set(failed) >= {"Pool", "Plan", "open"} and failed.total() > 100, failed
+def test_call_whose_allocation_fails_changes_nothing(seed, made, least):
+    failed = sweep_core(made(seed))
+    assert set(failed) >= least and failed.total() > 100, failed
 
 
 @can_fail
