@@ -47,18 +47,6 @@ def test_all_holders_in_one_plan_are_served_in_order_and_the_last_writes_in_plac
     assert plan.copies.shape == (0, 3)
 
 
-def test_source_is_held_until_the_plan_is_done(shared, make_plan):
-    pool, (parent, child) = shared(6, 2)
-    plan = make_plan(pool)
-    pool.step(plan, [child], 1)
-    pool.close(parent)  # block 2 has no reference any more, but the copy still reads it
-    stats = pool.stats()
-    assert pool.blocks.refcount(2) == 0 and (stats.used, stats.limbo) == (3, 0)
-    pool.done(plan)
-    assert pool.stats().used == 2
-    assert pool.blocks.alloc() == 2
-
-
 # --- the floor: no write below what a pending copy still reads --------------------------------------------
 
 

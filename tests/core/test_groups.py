@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvpool import Group, Plan, Pool
-from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, StaleHandle
+from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
 from kvpool.testing import ModelPlan, ModelPool
 
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions")
@@ -380,22 +380,6 @@ def test_unshare_finds_room_for_more_copies_than_a_step_makes(make):
     pool.done(small)
 
 
-@pytest.mark.parametrize(("rows", "lens", "error", "match"), [
-    ([0], [12], ValueError, "12"),
-    ([1, 0], [5, -1], ValueError, "-1"),
-    ([0, 1, 0], [5, 5, 5], ValueError, "unshare"),
-    ([0, 2], [5, 0], StaleHandle, "unshare"),
-])  # fmt: skip
-def test_unshare_that_is_refused_for_one_row_copies_nothing(make, rows, lens, error, match):
-    pool, plan, other = make(64, 2, Group.full(columns=2), Group.window(4))
-    seq = pool.open()
-    grow(pool, plan, [seq], 11)
-    handles = [seq, *map(int, pool.fork(seq, 2))]
-    pool.close(handles[2])
-    refused(pool, lambda: pool.unshare(other, [handles[row] for row in rows], lens), error=error, match=match)
-    assert not other.is_pending
-
-
 # ---- plans ------------------------------------------------------------------------------------------------
 
 
@@ -407,17 +391,6 @@ def test_plan_of_several_groups_names_them(make):
     with pytest.raises(ValueError, match=r"\[table\] the pool has 2 layer groups"):
         pool.table(pool.open())
     assert len(plan.groups) == 2
-
-
-def test_plan_of_one_group_shows_its_arrays_without_groups(make):
-    pool, plan, _ = make(16, 2, Group.full(block_size=4, columns=2))
-    seq = pool.open()
-    pool.step(plan, [seq], 5)
-    (part,) = plan.groups
-    assert plan.block_tables[0, :2].tolist() == pool.table(seq).tolist() == [[1, 2], [3, 4]]
-    assert plan.slot_mapping.tolist() == [[4, 5, 6, 7, 12], [8, 9, 10, 11, 16]]
-    assert plan.seq_lens.tolist() == part.kv_lens.tolist() == [5] and part.kv_starts.tolist() == [0]
-    assert plan.dirty_rows.tolist() == [0] and plan.copies.shape == (0, 3)
 
 
 def test_kv_starts_without_block_tables_follow_the_rows():

@@ -244,21 +244,6 @@ def test_events_name_group_kind_and_window():
 
 
 @EITHER
-def test_third_checkpoint_before_a_commit_is_skipped(kinds):
-    pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
-    prompt, places = list(range(80)), []
-    row = pool.open(prompt)
-    while (place := int(pool.prefix.wanted([row])[0])) > 0:
-        pool.step(plan, [row], place - pool.num_tokens(row))
-        pool.done(plan)
-        places.append(place)
-    pool.prefix.commit(row, prompt[:64])
-    assert places == [16, 32, 64] and pool.prefix.stats().checkpoints_skipped == 1
-    assert [pool.prefix.match([*prompt[:place], 99]) for place in places] == [16, 32, 32]
-    pool.check()
-
-
-@EITHER
 def test_wanted_of_a_closed_row_is_refused(kinds):
     pool, _ = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
     rows = [pool.open([1] * 40), pool.open([2] * 40)]
@@ -266,25 +251,6 @@ def test_wanted_of_a_closed_row_is_refused(kinds):
     with pytest.raises(StaleHandle):
         pool.prefix.wanted(rows)
     assert pool.prefix.wanted(rows[:1]).tolist() == [16]
-
-
-@EITHER
-def test_commit_judges_tokens_that_two_rows_of_the_call_tell_of_one_entry(kinds):
-    pool, plan = make(Group.full(block_size=16), kinds=kinds)
-    first, parent = pool.open([9] * 40), pool.open([1] * 40)
-    pool.step(plan, [first, parent], [8, 16])
-    pool.done(plan)
-    late = int(pool.fork(parent)[0])
-    pool.prefix.commit(parent, [1] * 8)
-    before = pool.fingerprint(), pool.digest()
-    with pytest.raises(ValueError, match="commit"):
-        pool.prefix.commit([first, parent, late], [9] * 8 + [1] * 8 + [1] * 15 + [2], [8, 8, 16])
-    with pytest.raises(ValueError, match="commit"):  # the parent has told of this one before
-        pool.prefix.commit([first, parent, late], [9] * 8 + [1] * 8 + [2] + [1] * 15, [8, 8, 16])
-    assert (pool.fingerprint(), pool.digest()) == before
-    pool.prefix.commit([first, parent, late], [9] * 8 + [1] * 24, [8, 8, 16])
-    assert pool.prefix.match([1] * 17) == 16
-    pool.check()
 
 
 def test_row_for_which_there_is_no_node_goes_on_without_the_cache():
