@@ -75,6 +75,21 @@ def test_write_below_what_a_pending_copy_reads_moves_away(shared, make_plan, cut
     assert pool.table(child).tolist() == [copies[0][1] if copies else 1]
 
 
+@pytest.mark.parametrize(("done", "copies"), [(False, [[1, 4, 2]]), (True, [])])
+def test_floor_is_the_largest_of_the_copies_that_are_pending(shared, make_plan, done, copies):
+    pool, (a, b, c) = shared(3, 3)
+    plans = [make_plan(pool) for _ in range(3)]
+    pool.truncate(b, 2)
+    pool.step(plans[0], [a], 1)  # reads three tokens of block 1
+    pool.step(plans[1], [b], 1)  # reads two
+    assert [plan.copies.tolist() for plan in plans[:2]] == [[[1, 2, 3]], [[1, 3, 2]]]
+    if done:
+        pool.done(plans[0])
+    pool.truncate(c, 2)
+    pool.step(plans[2], [c], 1)
+    assert plans[2].copies.tolist() == copies
+
+
 @pytest.mark.parametrize(
     ("order", "copies", "left"), [([0, 1], [[1, 2, 3], [1, 3, 1]], [[2], [3]]), ([1, 0], [[1, 2, 1]], [[1], [2]])]
 )
