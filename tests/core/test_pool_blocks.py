@@ -169,17 +169,6 @@ def test_cached_blocks_are_evicted_oldest_release_first_after_the_blank_ones(mak
     assert (pool.stats().blank, pool.stats().evictable) == (2, 0)
 
 
-@pytest.mark.parametrize(("left", "order"), [(None, [4, 3, 2, 1]), (4, [4, 3, 2])], ids=["close", "truncate"])
-def test_close_and_truncate_put_children_before_parents(make_pool, grow, left, order):
-    pool = make_pool(8)
-    handle = pool.open()
-    grow(pool, handle, 16)
-    pool.blocks.mark_cached(pool.table(handle))
-    pool.close(handle) if left is None else pool.truncate(handle, left)
-    assert pool.blocks.evict(2) == 2 and pool.blocks.evict(9) == len(order) - 2
-    assert pool.blocks.drain_evicted().tolist() == order
-
-
 @pytest.mark.parametrize("block", [1, 2, 3], ids=["oldest", "middle", "newest"])
 def test_touch_unlinks_from_anywhere_in_the_lru_and_a_release_goes_to_the_new_end(make_any, block):
     pool = make_any(5)

@@ -174,6 +174,17 @@ def test_truncate_below_the_committed_length_lowers_it(pool, make_plan):
     assert pool.prefix.match(C + A) == 4
 
 
+def test_fork_has_the_committed_length_of_its_parent(pool, make_plan):
+    parent = pool.open()
+    compute(make_plan, pool, parent, 6)
+    pool.prefix.commit(parent, A + B[:1])
+    child = int(pool.fork(parent)[0])
+    for handle, tokens in ((parent, B[:3]), (child, C[:3])):
+        compute(make_plan, pool, handle, 2)
+        pool.prefix.commit(handle, tokens)
+    assert pool.prefix.match(A + B + C) == pool.prefix.match(A + B[:1] + C[:3] + A) == 8
+
+
 def test_committed_tells_where_the_next_commit_goes_on(pool, make_plan):
     """Of a new sequence, one that found something, and after whatever changes it."""
     first = pool.open()

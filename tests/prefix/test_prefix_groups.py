@@ -227,6 +227,67 @@ def test_reset_and_shutdown_with_loads_and_saves_pending_leave_nothing():
             assert pool.prefix.match([*prompt, 1]) == 40
 
 
+def loaded(pool, tokens):
+    """A row of tokens that were loaded and committed; a step has still to load its states."""
+    row = pool.open(tokens, load=True)
+    pool.loaded(row, len(tokens))
+    pool.prefix.commit(row, tokens)
+    return row
+
+
+def window_stays(pool, *rows, pending=()):
+    """Hits find the checkpoint of the first row, with the entries that this row has; at the end nothing is used."""
+    pool.check()
+    hit = pool.open([7, 7, 7, 7, 8])
+    assert pool.num_tokens(hit) == 4 and pool.table(hit, 0)[0] == pool.table(rows[0], 0)[0]
+    for plan in pending:
+        pool.done(plan)
+    pool.close([*rows, hit])
+    pool.check()
+    assert pool.stats().used == 0
+
+
+@EITHER
+def test_window_of_a_checkpoint_to_be_loaded_stays_when_another_row_with_it_closes(kinds):
+    """Both rows were loaded, and neither has run: the second one's entries took the place of the first one's."""
+    pool, plan = make(Group.window(24, keep=8), Group.state(6, blocks=3), kinds=kinds)
+    first, second = loaded(pool, [7] * 4), pool.open([7] * 16, load=True)
+    pool.step(plan, [first], [0])
+    pool.loaded(second, 16)
+    pool.prefix.commit(second, [7] * 16)
+    pool.close(second)
+    pool.done(plan)
+    window_stays(pool, first)
+
+
+@EITHER
+def test_window_of_a_checkpoint_that_a_pending_step_loads_stays_when_another_row_with_it_was_closed(kinds):
+    """The second row was closed while an older step was pending, which ends first: its entries may leave then."""
+    pool, older = make(Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
+    newer, bystander = kinds[1](pool, 3, 48), pool.open()
+    first, second = loaded(pool, [7] * 4), pool.open([7] * 16, load=True)
+    pool.loaded(second, 16)
+    pool.step(older, [bystander], [0])
+    pool.prefix.commit(second, [7] * 16)
+    pool.close(second)
+    pool.step(newer, [first, bystander], [1, 0])
+    pool.done(older)
+    window_stays(pool, first, bystander, pending=[newer])
+
+
+@EITHER
+def test_window_of_a_checkpoint_to_be_loaded_stays_where_tokens_left_the_row(kinds):
+    """The row has no place in the tree any more, and its states are still to be loaded."""
+    pool, _ = make(Group.full(), Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
+    first = loaded(pool, [7] * 16)
+    pool.evict_blocks(first, [0, 2])
+    pool.close(loaded(pool, [7] * 4))
+    pool.check()
+    pool.close(first)
+    pool.check()
+    assert pool.stats().used == 0
+
+
 def test_events_name_group_kind_and_window():
     pool, plan = make(Group.full(block_size=8), Group.window(5), Group.state(8, blocks=2), events=1000)
     pool.close(prefill(pool, plan, [*range(16)], cut=8, namespace=b"a")[0])
