@@ -123,29 +123,6 @@ def test_call_that_does_not_fit_the_state_of_its_plan_is_refused(flight, refused
 
 # --- limbo and fences -------------------------------------------------------------------------------------
 
-RELEASES = {  # every way a block can lose its last reference; each gives up exactly block 1
-    "close": lambda pool, h: pool.close(h),
-    "close batch": lambda pool, h: pool.close([h]),
-    "truncate": lambda pool, h: pool.truncate(h, 0),
-    "defer_close": lambda pool, h: pool.defer_close(h),
-    "decref": lambda pool, h: (pool.blocks.incref(1), pool.close(h), pool.blocks.decref(1)),
-    "free": lambda pool, h: (pool.blocks.incref(1), pool.close(h), pool.blocks.free(1)),
-}
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_released_block_waits_for_the_pending_step(table_flight, release):
-    pool, (plan,) = table_flight(1)
-    old, new = pool.open(4), pool.open(4)
-    pool.step(plan, [new], 1)
-    RELEASES[release](pool, old)
-    assert limbo(pool) == (1, 29)
-    assert pool.blocks.refcount(1) == 0
-    assert pool.blocks.alloc() == 3  # not block 1, which the step may still use
-    pool.done(plan)
-    assert limbo(pool) == (0, 29)
-    assert pool.blocks.alloc() == 1
-
 
 def test_limbo_blocks_are_not_available_and_leave_in_the_order_they_came(table_flight):
     pool, (plan,) = table_flight(1, num_blocks=6)

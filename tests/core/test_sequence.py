@@ -80,19 +80,6 @@ def test_fork_needs_slots_and_no_block_and_outlives_its_parent(make_any, grow, r
 # --- truncate ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "length, table", [(0, []), (1, [1]), (4, [1]), (5, [1, 2]), (8, [1, 2]), (9, [1, 2, 3]), (11, [1, 2, 3])]
-)
-def test_truncate_keeps_the_blocks_that_hold_tokens(make_pool, grow, length, table):
-    pool = make_pool(block_size=4)
-    handle = pool.open(16)  # one block is reserved and leaves in any case
-    grow(pool, handle, 11)
-    pool.truncate(handle, length)
-    assert pool.num_tokens(handle) == length
-    assert pool.table(handle, 0).ravel().tolist() == table and pool.stats().used == len(table)
-    assert pool.blocks.alloc(2).tolist() == [len(table) + 1, len(table) + 2]  # the youngest was released first
-
-
 @pytest.mark.parametrize("lengths", [[3, 8, 2], np.array([3, 8, 2], np.int32), np.array([3, 8, 2]), 5], ids=repr)
 def test_truncate_of_a_batch_takes_a_length_per_row_or_one_for_all(make_any, grow, lengths):
     pool = make_any()
