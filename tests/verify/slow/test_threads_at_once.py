@@ -55,7 +55,7 @@ class Refusing(kvpool.Pool):
         raise ConcurrentUse("[table] the pool is inside another call")
 
 
-@pytest.mark.parametrize(("case", "kind"), [(threads.shared, Forgetful), (threads.rude, Refusing)])
+@pytest.mark.parametrize(("case", "kind"), [(threads.shared, Forgetful), (threads.strangers, Refusing)])
 def test_pool_that_does_something_else_is_detected(case, kind, monkeypatch):
     monkeypatch.setattr(threads, "Pool", kind)
     with pytest.raises((Wrong, kvpool.KVPoolError)):
