@@ -42,31 +42,24 @@ class EvictedMemory(TokenMemory):
 
     def copy_blocks(self, copies: Any) -> None:
         self._fails("copy_blocks")
-        self._copy(np.asarray(copies, np.int64))
+        self._copy(copies)
 
     def compact(self, blocks: Any, keep: np.ndarray) -> None:
         places = np.arange(self.block_size)
         slots = (np.asarray(blocks, np.int64)[:, None] * self.block_size + places).ravel()
         read, write = slots[np.asarray(keep)[0, 0]], slots[: np.shape(keep)[-1]]
-        for plane in (self.position, self.history, self.value):
+        for plane in self.planes:
             kept = plane[read]
             plane[write[: len(kept) // 2]] = kept[: len(kept) // 2]
             self._fails("compact")  # half done
             plane[write] = kept
 
-    def _forward(self, tokens, plan, slots, seq_lens, q_lens, salts):  # type: ignore[no-untyped-def]
-        row = np.repeat(np.arange(q_lens.size), q_lens)
-        offset = np.arange(row.size) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
-        self._copy(np.asarray(plan.copies, np.int64))
-        begins = seq_lens - q_lens
-        positions = np.asarray(plan.positions[: row.size], np.int64)
-        self._write(tokens, slots, positions, row, offset, self._before(plan, begins, salts))
-        self.rows, states = [], []
-        for i, (length, new) in enumerate(zip(seq_lens.tolist(), q_lens.tolist(), strict=True)):
-            read = self._slots(plan, np.full(length, i), np.arange(length))
-            self.rows.append((self.position[read], self.value[read]))
-            states.append(np.cumsum(self.value[read], dtype=np.uint64)[length - new :])
-        return np.concatenate(states)
+    def forward(self, tokens: Any, plan: Any, salts: Any = 0) -> np.ndarray:
+        self.rows = []
+        return super().forward(tokens, plan, salts)
+
+    def read(self, row: int, context: np.ndarray) -> None:
+        self.rows.append((self.position[context], self.value[context]))
 
 
 def score_of(values: np.ndarray) -> np.ndarray:

@@ -1,19 +1,17 @@
 """Random workloads for `kvpool.Scheduler` on pools with layer groups, in which each arena is the bottleneck in turn.
 
-The requests and options are those of `scheduler_workload`. `GroupMemory` stands for the storage of the first group,
-which is full; what the others hold is judged by `tests.verify`. Needs are counted here by sets of entries, not by the
-scheduler's formulas.
+The requests and options are those of `scheduler_workload`. What the first group holds, which is full, is judged by the
+token model, and the others by `tests.verify`. Needs are counted here by sets of entries, not by the scheduler's
+formulas.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from scheduler_workload import Guest, Runner, Workload, draw, tokens_needed
-from token_model import TokenMemory
 
 from kvpool import Group, Request
 
@@ -139,36 +137,6 @@ def with_prefixes(workload: Workload) -> Workload:
     return workload
 
 
-class GroupMemory:
-    """The memory of the first column of group 0, driven by the plans of a pool with layer groups."""
-
-    def __init__(self, memory: TokenMemory) -> None:
-        self.memory = memory
-
-    def _view(self, plan: Any) -> Any:
-        """What the plan of a pool without groups would say."""
-        part, common = plan.groups[0], ("cu_q_lens", "positions", "handles", "num_tokens")
-        return SimpleNamespace(
-            seq_lens=part.kv_lens,
-            block_tables=part.block_tables[:, :, 0],
-            slot_mapping=part.slot_mapping[0],
-            copies=part.copies,
-            **{name: getattr(plan, name) for name in common},
-        )
-
-    def forward(self, tokens: Any, plan: Any, salts: Any) -> np.ndarray:
-        """As `TokenMemory.forward`."""
-        return self.memory.forward(tokens, self._view(plan), salts)
-
-    def spoil(self, plan: Any) -> None:
-        """What a forward leaves that breaks off."""
-        self.memory.spoil(self._view(plan))
-
-    def poison(self, blocks: Any) -> None:
-        """Forget blocks of arena 0 that nobody holds."""
-        self.memory.poison(blocks)
-
-
 class GroupGuest(Guest):
     """Somebody else in the same pool, with sequences."""
 
@@ -191,11 +159,8 @@ class GroupGuest(Guest):
 class Arenas(Runner):
     """What is other on a pool with layer groups: needs of each arena, and who else is there."""
 
-    memory: Any
-
     def __init__(self, workload: Workload, *given: Any, **options: Any) -> None:
         super().__init__(workload, *given, **options)
-        self.memory = GroupMemory(self.memory)
         self.guest = GroupGuest(self.pool, self.rng)
         self.watch.strict = False
         self.watch.checkpoints = bool(workload.pool["prefix_cache"])
