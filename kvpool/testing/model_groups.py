@@ -52,7 +52,6 @@ class Layers:
 
 @dataclass(eq=False)
 class Table:
-
     entries: list[list[int]] = field(default_factory=list)
     epoch: int = 0
     evicted: int = 0  # tokens that left by eviction
@@ -60,7 +59,6 @@ class Table:
 
 @dataclass(eq=False)
 class Sequence:
-
     handle: int
     num_tokens: int
     tables: list[Table]
@@ -97,7 +95,6 @@ class Row:
 
 @dataclass(eq=False)
 class Step:
-
     id: int
     plan: Any = field(repr=False)
     rows: list[Row]
