@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import kvpool
@@ -70,9 +71,9 @@ class Failing(Wrapped):
     def __init__(self, **options: Any) -> None:
         self.plans: list[Plan] = []
 
-    def made(self, name: str, call: Callable[[], Any]) -> Any:
+    def made(self, name: str, call: Callable[..., Any], given: Any, options: dict[str, Any], part: Any = None) -> Any:
         """Make a call."""
-        return persevere(name, call, self.snapshot)
+        return persevere(name, partial(call, *given, **options), self.snapshot)
 
     def snapshot(self) -> tuple[Any, ...]:
         """All that a refused call must leave alone."""
@@ -83,25 +84,25 @@ class Failing(Wrapped):
     @staticmethod
     def make_plan(pool: Failing, **options: Any) -> Plan:
         """A plan of the pool."""
-        pool.plans.append(pool.made("Plan", lambda: Plan(pool, **options)))
+        pool.plans.append(pool.made("Plan", Plan, (pool,), options))
         return pool.plans[-1]
 
 
 class Careless(Failing):
     """A pool whose refused `step` leaves a sequence open."""
 
-    def made(self, name: str, call: Callable[[], Any]) -> Any:
-        """Without memory, a step has opened a sequence."""
+    def step(self, *given: Any, **options: Any) -> None:
+        """Without memory, it has opened a sequence."""
 
-        def careless() -> Any:
+        def step() -> None:
             try:
-                return call()
+                super(Wrapped, self).step(*given, **options)
             except MemoryError as error:
-                if name == "step" and type(error) is MemoryError:
+                if type(error) is MemoryError:
                     super(Wrapped, self).open()
                 raise
 
-        return super().made(name, careless)
+        self.made("step", step, (), {})
 
 
 def script(seed: int, groups: list[Group] | None = None) -> Shape:
@@ -113,13 +114,13 @@ def script(seed: int, groups: list[Group] | None = None) -> Shape:
 
 def script_with_groups(seed: int) -> Shape:
     """One on a pool with layer groups and checkpoints."""
-    found = script(seed, [Group.full(), Group.window(6), Group.state(60, blocks=2)][seed % 2 :])
+    found = script(seed, [Group.full(), Group.window(6), Group.state(100, blocks=2)][seed % 2 :])
     return replace(found, pool=found.pool | {"num_blocks": 60})
 
 
 def many(make_pool: Callable[..., Any], shape: Shape) -> int:
     """Steps, copies and commits of more than arrays have room for at first; the digest."""
-    sizes = {"num_blocks": 900, "block_size": 2, "max_seqs": MANY, "max_blocks_per_seq": 200, "reserved_blocks": 1}
+    sizes = {"num_blocks": 900, "block_size": 2, "max_seqs": 2 * MANY, "max_blocks_per_seq": 200, "reserved_blocks": 1}
     pool = make_pool(**(shape.pool | sizes | {"prefix_cache": True, "watermark": 0, "in_order": False}))
     plan = getattr(pool, "make_plan", Plan)(pool, max_rows=MANY, max_tokens=300)
     prompt = list(range(200))
@@ -130,10 +131,12 @@ def many(make_pool: Callable[..., Any], shape: Shape) -> int:
     pool.prefix.commit(parent, prompt)
     rows = [parent, *pool.fork(parent, MANY - 1).tolist()]
     for ends in (pool.rollback, pool.done, pool.done):
+        pool.can(rows, 1)
         pool.step(plan, rows, 1)
         ends(plan)
     if pool.options.groups[0].kind == "full":
         pool.unshare(getattr(pool, "make_plan", Plan)(pool, max_rows=1, max_tokens=0), rows[:1], 190)
+    pool.reset()
     found = pool.digest()
     pool.shutdown()
     return int(found)
@@ -155,7 +158,7 @@ def sweep_core(shape: Shape) -> Counter[str]:
     before = _core.allocations()[1]
     peace = ended(shape)
     Failing.met.clear()
-    again = ended(shape, lambda **options: persevere("Pool", lambda: kind(**options), tuple))
+    again = ended(shape, lambda **options: persevere("Pool", partial(kind, **options), tuple))
     assert again == peace, f"after failures, the program ends otherwise: {again}, due {peace}"
     gc.collect()
     assert _core.allocations()[1] == before, "blocks of memory were lost"

@@ -14,47 +14,43 @@ CALLS = (
 
 
 class Part:
-    """The prefix cache of a pool, or the blocks of an arena."""
+    """A part of a pool: "prefix", or the number of an arena, whose blocks it has."""
 
-    def __init__(self, pool: Wrapped, mine: Any) -> None:
-        self.pool, self.mine = pool, mine
+    def __init__(self, pool: Wrapped, name: str | int, mine: Any) -> None:
+        self.pool, self.name, self.mine = pool, name, mine
 
     def arena(self, number: int) -> Part:
         """The blocks of another arena."""
-        return Part(self.pool, self.mine.arena(number))
+        return Part(self.pool, number, self.mine.arena(number))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Such a method."""
-        return lambda *given, **options: self.pool.made(name, lambda: getattr(self.mine, name)(*given, **options))
+        call = getattr(self.mine, name)
+        return lambda *given, **options: self.pool.made(name, call, given, options, self.name)
 
 
 class Wrapped(kvpool.Pool):
-    """A pool that makes its calls by `made`."""
+    """A pool whose calls are made by `made`."""
 
-    def made(self, name: str, call: Callable[[], Any]) -> Any:
-        """Make a call of this name."""
+    def made(self, name: str, call: Callable[..., Any], given: Any, options: dict[str, Any], part: Any = None) -> Any:
+        """Make a call of this name, of the pool or of a part."""
         raise NotImplementedError
 
     @property
     def prefix(self) -> Any:
         """The prefix cache, if there is one."""
         found = super().prefix
-        return found and Part(self, found)
+        return found and Part(self, "prefix", found)
 
     @property
     def blocks(self) -> Any:
         """The blocks of arena 0."""
-        return Part(self, super().blocks)
+        return Part(self, 0, super().blocks)
 
 
 def wrapped(name: str) -> Callable[..., Any]:
     """A method of `Pool` that is made by `made`."""
-
-    def call(self: Wrapped, *given: Any, **options: Any) -> Any:
-        method = getattr(super(Wrapped, self), name)
-        return self.made(name, lambda: method(*given, **options))
-
-    return call
+    return lambda self, *given, **options: self.made(name, getattr(super(Wrapped, self), name), given, options)
 
 
 for one in CALLS:

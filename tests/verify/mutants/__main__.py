@@ -23,7 +23,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,31 +73,29 @@ def equivalents() -> set[str]:
 
 def in_child(body: Callable[[Path], int]) -> tuple[bool, str]:
     """Whether a forked child finds something that does `body`, in a folder of its own; and the file ``said`` there."""
-    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-    said = folder / "said"
-    child = os.fork()
-    if not child:
-        status = FOUND
-        try:
-            os.setsid()
-            os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            for stream in (1, 2):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-            status = body(folder)
-        except BaseException:
-            said.write_text(traceback.format_exc())
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + STUCK
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
-        time.sleep(0.003)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # and what it started
-    status = os.waitstatus_to_exitcode(ended[1] if ended[0] else os.waitpid(child, 0)[1])
-    text = said.read_text() if said.exists() else ""
-    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as name:
+        folder, said = Path(name), Path(name, "said")
+        if not (child := os.fork()):
+            status = FOUND
+            try:
+                os.setsid()
+                os.environ["PYTEST_DEBUG_TEMPROOT"] = name
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+                for stream in (1, 2):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+                status = body(folder)
+            except BaseException:
+                said.write_text(traceback.format_exc())
+            finally:
+                os._exit(status)
+        deadline = time.monotonic() + STUCK
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.003)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # and what it started
+        status = os.waitstatus_to_exitcode(ended[1] if ended[0] else os.waitpid(child, 0)[1])
+        text = said.read_text() if said.exists() else ""
     if status < 0:
         why = {signal.SIGPROF: "takes far too long", signal.SIGKILL: "is stuck"}
         text += f": {why.get(-status, f'dies of {signal.Signals(-status).name}')}"
@@ -142,7 +140,7 @@ def observed(session: pytest.Session, numbers: Sequence[int], calls: int, folder
 
 def judged(session: pytest.Session, seconds: dict[str, float], args: argparse.Namespace, folder: Path) -> int:
     """Tests, the fastest first, and the fuzzer, until one of them finds something; `folder` has its name."""
-    chosen, most = [item for item in session.items if item.nodeid in seconds], args.most
+    chosen, most = [item for item in session.items if item.nodeid in seconds], MOST
     for item in sorted(chosen, key=lambda item: seconds[item.nodeid]):
         most -= seconds[item.nodeid]
         if most < 0:
@@ -158,31 +156,24 @@ def judged(session: pytest.Session, seconds: dict[str, float], args: argparse.Na
     return FOUND if finding else PASSED
 
 
-class Loop:
-    """What is done with the tests that were collected, in place of running them."""
-
-    def __init__(self, body: Callable[[pytest.Session], None]) -> None:
-        self.body = body
+def with_tests(args: argparse.Namespace, body: Callable[[pytest.Session], None]) -> None:
+    """Call `body` with the tests of the core that `make test` runs, but for those that plant a fault of their own."""
+    from hypothesis import settings
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Do it, without tests that plant a fault of their own."""
+    def pytest_runtestloop(session: pytest.Session) -> bool:
         session.config.pluginmanager.unregister(name="terminalreporter")
         session.items = [item for item in session.items if not plants(item)]
-        self.body(session)
+        body(session)
         return True
-
-
-def with_tests(args: argparse.Namespace, body: Callable[[pytest.Session], None]) -> None:
-    """Call `body` with the tests of the core that `make test` runs."""
-    from hypothesis import settings
 
     settings.register_profile("mutants", database=None)  # what one child finds is not told to the next
     settings.load_profile("mutants")
     plain = [f"-p no:{name}" for name in ("cacheprovider", "xdist", "faulthandler")]
     left_out = [f"--ignore-glob=*/{name}.py" for name in BY_CLOCK]
     chosen = args.tests or [f"tests/{name}" for name in TESTS]
-    pytest.main(["-q", "-m", MAKE_TEST, "-o", "timeout=0", *plain, *left_out, *chosen], plugins=[Loop(body)])
+    pytest.main(["-q", "-m", MAKE_TEST, "-o", "timeout=0", *plain, *left_out, *chosen],
+                plugins=[SimpleNamespace(pytest_runtestloop=pytest_runtestloop)])  # fmt: skip
 
 
 def drawn(args: argparse.Namespace) -> list[dict]:
@@ -205,23 +196,25 @@ def try_all(args: argparse.Namespace, session: pytest.Session, into: Path) -> No
           f"({sound['left_out']} left out that fail there); the fuzzer {sound['fuzz']:.0f} s", flush=True)  # fmt: skip
     tasks = [{"number": 0, "name": SOUND}]
     tasks += [{"number": m["number"], "name": f"{m['file']}:{m['line']} {m['key']}"} for m in mutants]
+
+    def end_of(task: dict) -> None:
+        tests = {name: took for name, (took, reached) in sound["tests"].items()
+                 if not task["number"] or task["number"] in reached}  # fmt: skip
+
+        def body(folder: Path) -> int:
+            for module in mutated():
+                module.set_mutant(task["number"])
+            return judged(session, tests | {FUZZER: sound["fuzz"]}, args, folder)
+
+        found, by = in_child(body)
+        with open(into, "a") as results:
+            results.write(json.dumps(task | {"found": found, "by": by, "tests": len(tests)}) + "\n")
+
     workers = []
     for k in range(args.jobs):
         if not (worker := os.fork()):
             for task in tasks[k :: args.jobs]:
-                number = task["number"]
-                seconds = {name: took for name, (took, reached) in sound["tests"].items()
-                           if not number or number in reached}  # fmt: skip
-                seconds[FUZZER] = sound["fuzz"]
-
-                def body(folder: Path, number: int = number, seconds: dict[str, float] = seconds) -> int:
-                    for module in mutated():
-                        module.set_mutant(number)
-                    return judged(session, seconds, args, folder)
-
-                found, by = in_child(body)
-                with open(into, "a") as results:
-                    results.write(json.dumps(task | {"found": found, "by": by, "tests": len(seconds) - 1}) + "\n")
+                end_of(task)
             os._exit(0)
         workers.append(worker)
     for worker in workers:
@@ -259,7 +252,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of the draw (default: a random one)")
     parser.add_argument("--of", metavar="FUNCTION", default="", help="of the mutants of this function alone")
     parser.add_argument("--jobs", type=number, default=1, help="children at a time (default 1)")
-    parser.add_argument("--most", type=number, default=MOST, help=f"seconds of tests for each (default {MOST})")
     parser.add_argument("--calls", type=number, default=CALLS, help=f"of the fuzzer for each (default {CALLS:,})")
     parser.add_argument("tests", nargs="*", help="files of tests in place of all that are about the core")
     args = parser.parse_args(argv)

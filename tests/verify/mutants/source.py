@@ -181,7 +181,11 @@ def declarations(texts: dict[str, str]) -> Declarations:
             for found in re.finditer(r"^ +(?:const )?(\w+[ *]+)(\w+)(?: \"\w+\")?\(", block[1], re.MULTILINE):
                 made.returns.setdefault(found[2], {})[module] = typed(found[1] + "x")[0]
         for found in FUNCTION.finditer(text):
-            parameters = parameters_of(text[found.end() : _closing(text, found.end())])
+            depth, closing = 1, found.end()
+            while depth:
+                depth += (text[closing] in "([") - (text[closing] in ")]")
+                closing += 1
+            parameters = parameters_of(text[found.end() : closing - 1])
             made.returns.setdefault(found[2], {})[module] = typed(found[1] + " x")[0]
             made.takes.setdefault(found[2], []).append([kind for kind, name in parameters if name != "self"])
         made.constants.update(re.findall(rf"^cdef (?:const )?{INTEGERS} ([A-Z][A-Z0-9_]*)\b", text, re.MULTILINE))
@@ -190,15 +194,6 @@ def declarations(texts: dict[str, str]) -> Declarations:
             if any(text[line.first : line.last] == "return NULL" for line in function.body):
                 made.nullable.add(function.name)
     return made
-
-
-def _closing(text: str, at: int) -> int:
-    """Place of the bracket that closes the one before `at`."""
-    depth = 1
-    while depth:
-        depth += (text[at] in "([") - (text[at] in ")]")
-        at += 1
-    return at - 1
 
 
 def _read_blocks(text: str, made: Declarations) -> None:

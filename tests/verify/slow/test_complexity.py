@@ -26,10 +26,10 @@ class Counted(Wrapped):
 
     taken, marks = 0, None
 
-    def made(self, name, call):
+    def made(self, name, call, given, options, part=None):
         self.marks.count_toggle()
         try:
-            return call()
+            return call(*given, **options)
         finally:
             self.marks.count_toggle()
 
@@ -47,8 +47,8 @@ class Counted(Wrapped):
 class Careless(Counted):
     """Looks at the whole pool in every fork."""
 
-    def made(self, name, call):
-        return super().made(name, lambda: call() if name != "fork" else (call(), Pool.fingerprint(self))[0])
+    def fork(self, handle, n=1):
+        return self.made("fork", lambda: (Pool.fork(self, handle, n), Pool.fingerprint(self))[0], (), {})
 
 
 def shape(seed, taken, num_groups):
