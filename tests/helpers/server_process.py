@@ -105,11 +105,6 @@ class Server:
             pause.wait(0.1)
         raise AssertionError(f"requests are left: {found}")
 
-    def rss(self):
-        """Resident bytes of the process."""
-        with open(f"/proc/{self.process.pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     def stop(self):
         """End it; returns (status, what it wrote to stderr)."""
         if self.process.poll() is None:

@@ -100,12 +100,6 @@ VARIANTS = {
 }
 
 
-def test_file(name: str) -> str:
-    """Where a file of tests is, from the top: ``"test_can"`` is ``tests/core/test_can.py``."""
-    (found,) = (ROOT / "tests").rglob(f"{name}.py")
-    return str(found.relative_to(ROOT))
-
-
 def _is_left_out(kind: Variant, inside: Path) -> bool:
     """Whether a variant does without a file of the tree."""
     if CPU in inside.parents:
@@ -159,41 +153,10 @@ def folder_of(variant: str) -> Path:
     return ROOT / "build" / variant
 
 
-def is_release() -> bool:
-    """Whether the build in place is what users get, of the sources as they are: then nobody needs a copy of it."""
-    stamp = ROOT / "build" / "cython" / "variant"  # setup.py writes it last
-    try:
-        switches = json.loads(stamp.read_text())
-    except (OSError, ValueError):
-        return False
-    sources = [path for path in (ROOT / "kvpool").rglob("*") if path.suffix in (".pyx", ".pxd", ".pxi", ".h")]
-    newest = max(path.stat().st_mtime for path in [*sources, ROOT / "setup.py"])
-    return not any(switches.values()) and newest <= stamp.stat().st_mtime
+def build(variant: str, compiles: bool = True) -> Path:
+    """Bring the copy of this tree that is compiled as `variant` up to date; returns its folder.
 
-
-def copied(variant: str) -> Path:
-    """Bring a copy up to date without compiling it; returns its folder."""
-    folder = folder_of(variant)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if _copy(variant, folder):
-            (folder / "compiled").unlink(missing_ok=True)
-    return folder
-
-
-def build(variant: str) -> Path:
-    """Bring the copy of this tree that is compiled as `variant` up to date.
-
-    Parameters
-    ----------
-    variant : str
-        A key of `VARIANTS`.
-
-    Returns
-    -------
-    Path
-        The folder that holds ``kvpool``: what belongs on ``PYTHONPATH``.
+    `compiles` is False: the sources alone.
     """
     kind, folder = VARIANTS[variant], folder_of(variant)
     folder.mkdir(parents=True, exist_ok=True)
@@ -206,6 +169,8 @@ def build(variant: str) -> Path:
         if not _copy(variant, folder) and same:
             return folder
         stamp.unlink(missing_ok=True)
+        if not compiles:
+            return folder
         if not same:
             shutil.rmtree(folder / "build", ignore_errors=True)  # objects of another compiler or other switches
         command = [kind.compiles, "setup.py", "-q", "build_ext", "--inplace"]
@@ -233,18 +198,9 @@ def environment(variant: str, **more: str) -> dict[str, str]:
 
 
 def run(variant: str, argv: Sequence[str], *, leaks: bool = False, **options) -> subprocess.CompletedProcess:
-    """Run Python with `argv` in the copy, which is built first.
+    """Run Python with `argv` in the copy, which is built first. `leaks`, of "asan": memory that is lost fails it.
 
-    Parameters
-    ----------
-    variant : str
-        A key of `VARIANTS`.
-    argv : sequence of str
-        Arguments of the interpreter, e.g. ``["-m", "pytest", "tests/core/test_cow.py"]``.
-    leaks : bool
-        Of "asan": whether memory that is lost fails the process at its end.
-    **options
-        Of `subprocess.run`; text is captured unless they say otherwise. ``env`` adds variables.
+    The options are those of `subprocess.run`; text is captured unless they say otherwise. ``env`` adds variables.
     """
     folder = build(variant)
     more = dict(options.pop("env", {}))

@@ -59,7 +59,6 @@ MEMORY = 32 << 30  # bytes of address space that a child may have
 MOST = 40  # CPU seconds of tests that a mutant is given, as long as they take on the sound core
 SLACK = 10  # so many seconds more than on the sound core may a test take, and so many times as long
 STUCK = 1800  # seconds after which a child waits for what never comes
-PASSED, FOUND = 0, 1  # exit codes of a child
 
 
 def equivalents() -> set[str]:
@@ -71,12 +70,12 @@ def equivalents() -> set[str]:
 # ---- in the build of the mutants: a child for each -----------------------------------------------------------------
 
 
-def in_child(body: Callable[[Path], int]) -> tuple[bool, str]:
+def in_child(body: Callable[[Path], bool]) -> tuple[bool, str]:
     """Whether a forked child finds something that does `body`, in a folder of its own; and the file ``said`` there."""
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as name:
         folder, said = Path(name), Path(name, "said")
         if not (child := os.fork()):
-            status = FOUND
+            is_found = True
             try:
                 os.setsid()
                 os.environ["PYTEST_DEBUG_TEMPROOT"] = name
@@ -84,11 +83,11 @@ def in_child(body: Callable[[Path], int]) -> tuple[bool, str]:
                 resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
                 for stream in (1, 2):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-                status = body(folder)
+                is_found = body(folder)
             except BaseException:
                 said.write_text(traceback.format_exc())
             finally:
-                os._exit(status)
+                os._exit(is_found)
         deadline = time.monotonic() + STUCK
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(0.003)
@@ -99,7 +98,7 @@ def in_child(body: Callable[[Path], int]) -> tuple[bool, str]:
     if status < 0:
         why = {signal.SIGPROF: "takes far too long", signal.SIGKILL: "is stuck"}
         text += f": {why.get(-status, f'dies of {signal.Signals(-status).name}')}"
-    return status != PASSED, text
+    return status != 0, text
 
 
 def mutated() -> list[Any]:
@@ -119,7 +118,7 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def observed(session: pytest.Session, numbers: Sequence[int], calls: int, folder: Path) -> int:
+def observed(session: pytest.Session, numbers: Sequence[int], calls: int, folder: Path) -> bool:
     """On the sound core: of each test that passes its seconds, and which of the mutants it reached."""
     found, left_out = {}, 0
     for item in session.items:
@@ -135,10 +134,10 @@ def observed(session: pytest.Session, numbers: Sequence[int], calls: int, folder
     start = cpu_seconds()
     hunt(1, calls=calls)
     (folder / "said").write_text(json.dumps({"tests": found, "left_out": left_out, "fuzz": cpu_seconds() - start}))
-    return PASSED
+    return False
 
 
-def judged(session: pytest.Session, seconds: dict[str, float], args: argparse.Namespace, folder: Path) -> int:
+def judged(session: pytest.Session, seconds: dict[str, float], args: argparse.Namespace, folder: Path) -> bool:
     """Tests, the fastest first, and the fuzzer, until one of them finds something; `folder` has its name."""
     chosen, most = [item for item in session.items if item.nodeid in seconds], MOST
     for item in sorted(chosen, key=lambda item: seconds[item.nodeid]):
@@ -148,12 +147,12 @@ def judged(session: pytest.Session, seconds: dict[str, float], args: argparse.Na
         (folder / "said").write_text(item.nodeid)
         signal.setitimer(signal.ITIMER_PROF, SLACK + SLACK * seconds[item.nodeid])
         if fails(session, item):
-            return FOUND
+            return True
     (folder / "said").write_text(FUZZER)
     signal.setitimer(signal.ITIMER_PROF, SLACK + SLACK * seconds[FUZZER])
     finding = hunt(1, calls=args.calls).finding
     (folder / "said").write_text(f"{FUZZER}: {finding}" if finding else "")
-    return FOUND if finding else PASSED
+    return finding is not None
 
 
 def with_tests(args: argparse.Namespace, body: Callable[[pytest.Session], None]) -> None:
@@ -201,7 +200,7 @@ def try_all(args: argparse.Namespace, session: pytest.Session, into: Path) -> No
         tests = {name: took for name, (took, reached) in sound["tests"].items()
                  if not task["number"] or task["number"] in reached}  # fmt: skip
 
-        def body(folder: Path) -> int:
+        def body(folder: Path) -> bool:
             for module in mutated():
                 module.set_mutant(task["number"])
             return judged(session, tests | {FUZZER: sound["fuzz"]}, args, folder)
@@ -249,13 +248,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 if fewer than 80 % are found, or something is found in the sound core."""
     parser = argparse.ArgumentParser(prog="python -m tests.verify.mutants", description=str(__doc__).split("\n")[0])
     parser.add_argument("--mutants", type=number, default=DRAWN, help=f"how many are drawn (default {DRAWN})")
-    parser.add_argument("--seed", type=int, help="of the draw (default: a random one)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the draw (default: a random one)")
     parser.add_argument("--of", metavar="FUNCTION", default="", help="of the mutants of this function alone")
     parser.add_argument("--jobs", type=number, default=1, help="children at a time (default 1)")
     parser.add_argument("--calls", type=number, default=CALLS, help=f"of the fuzzer for each (default {CALLS:,})")
     parser.add_argument("tests", nargs="*", help="files of tests in place of all that are about the core")
     args = parser.parse_args(argv)
-    args.seed = random.randrange(10**6) if args.seed is None else args.seed
     if not MUTANTS.exists():
         if args.of and not any(mutant.key.startswith(f"{args.of}: ") for mutant in mutate(core_sources())[1]):
             parser.error(f"--of {args.of}: the core has no function of this name with mutants")

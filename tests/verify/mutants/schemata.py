@@ -18,16 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tests.verify.mutants.source import (
-    Declarations,
-    Function,
-    Line,
-    covered,
-    declarations,
-    functions,
-    logical_lines,
-    split_top,
-)
+from tests.verify.mutants import source
+from tests.verify.mutants.source import Declarations, Function, Line, covered, functions, split_top
 
 HEAD = "from kvpool._mutant cimport KV_MUTANTS, kv_is, kv_reached, kv_set_mutant\n"
 SETTER = """
@@ -116,7 +108,7 @@ class Schemata:
     def __init__(self, texts: dict[str, str]) -> None:
         self.mutants: list[Mutant] = []
         self.keys: Counter[str] = Counter()
-        self.known = declarations(texts)
+        self.known = source.declarations(texts)
 
     def file(self, name: str, text: str) -> str:
         """The source with all its mutants in it."""
@@ -127,7 +119,7 @@ class Schemata:
                 made += [text[at : line.first], Statement(self, types, function, line, text).rewritten()]
                 at = line.last
         joined = "".join([*made, text[at:]])
-        first = next(logical_lines(joined), Line(0, 0, 0, 0)).first
+        first = next(source.logical_lines(joined), Line(0, 0, 0, 0)).first
         return joined[:first] + HEAD + joined[first:] + SETTER * name.endswith(".pyx")
 
 
@@ -148,7 +140,7 @@ class Types:
     def of(self, node: ast.expr) -> str:
         """The type, "" where it is not known."""
         if isinstance(node, ast.Attribute):
-            return self.known.type_of(self.owner(node), node.attr)
+            return self.known.fields.get(self.owner(node), {}).get(node.attr, "")
         if isinstance(node, ast.Subscript):
             kind = self.of(node.value).removeprefix("const ")
             return kind[:-1] if kind.endswith("*") else ""
@@ -168,8 +160,8 @@ class Types:
         numbers = all(map(NUMBER.fullmatch, kinds)) if kinds else NUMBER_CALLS.match(name)
         if numbers or (not kinds and self.nogil and not name.startswith("Py")):
             return "0"
-        is_struct = kinds & (self.known.fields.keys() - self.known.classes)
-        is_c = is_struct or any("*" in kind or kind == "void" for kind in kinds)
+        structures = self.known.fields.keys() - self.known.classes
+        is_c = any("*" in kind or kind == "void" or kind in structures for kind in kinds)
         return None if is_c or (not kinds and name.startswith("Py")) else "<object>None"
 
 
@@ -309,7 +301,7 @@ class Statement:
         return made + self.text[value.last : node.slice.first] + index + self.text[node.slice.last : node.last]
 
     def render(self, node: ast.expr, wrong: Iterable[str] | None = None) -> str:
-        """The text of an expression. `wrong`: what it can be, () of a call for what it does: nobody reads its result."""
+        """The text of an expression. `wrong`: what it can be, () of a call for what it does: nobody reads it."""
         if isinstance(node, ast.UnaryOp) and self.text[node.first] == "&":
             made, at = [self.text[node.first : node.operand.first], self.place(node.operand)], node.operand.last
         else:
