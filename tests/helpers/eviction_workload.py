@@ -7,6 +7,7 @@ digest, so what a policy must choose follows from the list too.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -225,16 +226,13 @@ class EvictingRunner(Runner):
             scores[row, 0, : len(values)] = score_of(values)
         first = step.sample_position == 0
         handle_of = dict(zip(step.lanes.tolist(), step.handles.tolist(), strict=True))
-        for lane, request in zip(step.sample_lane[first].tolist(), self.requests_of(step, first), strict=True):
-            handle = handle_of[lane]
-            self.at_end_of_prompt[request] = self.oracle.held[handle], self.oracle.values[handle]
+        for at in np.flatnonzero(first):
+            handle = handle_of[int(step.sample_lane[at])]
+            self.at_end_of_prompt[step.requests[at].id] = self.oracle.held[handle], self.oracle.values[handle]
         self.oracle.begin(step.lanes, lens)
         for layer in range(len(self.oracle.memory.scores)):
             self.oracle.observe(layer, scores)
         return super().sample(step, states)
-
-    def requests_of(self, step: Any, chosen: np.ndarray) -> list[Any]:
-        return [request.id for request, is_first in zip(step.requests, chosen.tolist(), strict=True) if is_first]
 
     def _judge(self, output: Any, request: Request) -> None:
         if self.roomy(request):
@@ -245,13 +243,6 @@ class EvictingRunner(Runner):
         self.expected = dict(expected)
         for name in self.added:
             if not self.roomy(self.requests[name]) and (name, 0) not in self.outputs:
-                self.expected[name] = [Tokens(self.scheduler.tokens_of(name))]
+                self.expected[name] = [SimpleNamespace(tokens=self.scheduler.tokens_of(name))]  # nobody knows better
         super().check()
         self.expected = expected
-
-
-class Tokens:
-    """What stands where nobody knows better."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
