@@ -595,4 +595,4 @@ class Runner:
         counts = self.scheduler.stats()
         assert (counts.waiting, counts.prefilling, counts.decoding, counts.spilled) == (0, 0, 0, 0), counts
         assert counts.rejected >= len(self.refused)
-        self.watch.finished(self.requests, self.added, self.outputs)
+        self.watch.finished(self.requests, self.outputs)

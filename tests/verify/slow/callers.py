@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import kvpool
-from kvpool import KVPoolError, OutOfBlocks, OutOfSequences, PlanStateError, StaleHandle
+from kvpool import KVPoolError, OutOfBlocks, OutOfSequences, PlanStateError
 from kvpool.errors import ConcurrentUse, CorruptState
 
 FULL = (OutOfBlocks, OutOfSequences)  # what other threads may cause
@@ -34,7 +34,7 @@ class Caller:
 
     VERBS: ClassVar[dict[str, int]] = {  # with their weights
         "open": 8, "step": 22, "done": 14, "rollback": 4, "fork": 4, "truncate": 5, "close": 7, "commit": 12,
-        "flush": 1, "alloc": 3, "free": 5, "read": 8, "misuse": 6,
+        "alloc": 3, "free": 5, "read": 8,
     }  # fmt: skip
 
     def __init__(self, pool: kvpool.Pool, number: int, seed: int) -> None:
@@ -42,7 +42,6 @@ class Caller:
         self.lengths: dict[int, int] = {}  # of open sequences
         self.family: dict[int, int] = {}
         self.blocks: list[int] = []  # of our own
-        self.dead: list[int] = []  # handles that were closed
         #: Our plans, those of older steps first, and the lengths of their rows before the step.
         self.plans = {kvpool.Plan(pool, 4, 64, formats=("block_tables",)): {} for _ in range(3)}
         self.noted: set[kvpool.Plan] = set()  # their `done` was called: they pass with an older plan of others
@@ -134,7 +133,6 @@ class Caller:
                 self.call("defer_close", handle)
         for handle in rows:
             del self.lengths[handle], self.family[handle]
-        self.dead = [*self.dead, *rows][-20:]
 
     # ------------------------------------------------------------------ steps
 
@@ -189,12 +187,6 @@ class Caller:
             end = self.rng.randint(start, max(start, self.lengths[handle]))
             self.call("prefix.commit", handle, prompt_of(self.family[handle], start, end), may=(ValueError,))
 
-    def flush(self) -> None:
-        """Forget a namespace, or all of them; each thread takes some of the events."""
-        if self.pool.prefix is not None and self.rng.random() < 0.3:
-            self.call("prefix.flush", self.rng.choice((None, *NAMESPACES)))
-            self.same("types of events", {type(event) for event in self.call("prefix.events")}, {tuple}, set())
-
     def alloc(self) -> None:
         """Blocks of our own."""
         ids = self.call("blocks.alloc", 3, may=FULL) if len(self.blocks) < 12 else None
@@ -212,7 +204,7 @@ class Caller:
             self.call("blocks.decref", [block])
             self.call("blocks.free", [block])
 
-    # ------------------------------------------------------------------ readers, refusals
+    # ------------------------------------------------------------------ readers
 
     def read(self) -> None:
         """Readers, which are never refused and agree with what is known."""
@@ -228,15 +220,6 @@ class Caller:
             self.call("can", [handle], 3)
             if self.rng.random() < 0.05:
                 self.call("check")
-
-    def misuse(self) -> None:
-        """Calls that are wrong in one way."""
-        for handle in self.dead[-1:]:
-            self.same("a closed handle", self.call("is_open", handle), False)
-            self.refuse(StaleHandle, "close", handle)
-        for handle in self.some(1):
-            self.refuse(ValueError, "truncate", [handle, handle], [0, 0])
-        self.refuse(TypeError, "close", "handle")
 
     def leave(self) -> None:
         """Give everything back: what is left in the pool then is nobody's."""
