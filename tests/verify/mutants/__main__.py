@@ -102,7 +102,6 @@ def in_child(body: Callable[[Path], bool]) -> tuple[bool, str]:
 
 
 def mutated() -> list[Any]:
-    """The modules that have mutants."""
     return [importlib.import_module(f"kvpool.{path.stem}") for path in core_sources() if path.suffix == ".pyx"]
 
 
@@ -209,26 +208,21 @@ def try_all(args: argparse.Namespace, session: pytest.Session, into: Path) -> No
         with open(into, "a") as results:
             results.write(json.dumps(task | {"found": found, "by": by, "tests": len(tests)}) + "\n")
 
-    workers = []
     for k in range(args.jobs):
-        if not (worker := os.fork()):
+        if not os.fork():
             for task in tasks[k :: args.jobs]:
                 end_of(task)
             os._exit(0)
-        workers.append(worker)
-    for worker in workers:
-        os.waitpid(worker, 0)
+    for _ in range(args.jobs):
+        os.wait()
 
 
 def report(ends: Sequence[dict]) -> bool:
     """Print who survives, and the table; whether it holds."""
     mutants = [end for end in ends if end["name"] != SOUND]
     wrong = [end["by"] for end in ends if end["name"] == SOUND and end["found"]]
-    for end in mutants:
-        if not end["found"]:
-            print(f"survives {end['tests']} tests and the fuzzer: {end['name']}")
-    for by in wrong:
-        print(f"NOT SOUND: the core without a mutant fails {by}")
+    survivors = [f"survives {end['tests']} tests and the fuzzer: {end['name']}" for end in mutants if not end["found"]]
+    print(*survivors, *(f"NOT SOUND: the core without a mutant fails {by}" for by in wrong), sep="\n")
     found = Counter(end["by"].startswith(FUZZER) for end in mutants if end["found"])
     print("\n| found by | mutants | of |\n|---|---|---|")
     print(f"| the tests of the core that `make test` runs | {found[False]} | {len(mutants)} |")
@@ -238,7 +232,6 @@ def report(ends: Sequence[dict]) -> bool:
 
 
 def number(text: str) -> int:
-    """A whole number from 1 on."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)

@@ -40,13 +40,9 @@ def core_sources() -> tuple[Path, ...]:
 
 def uncommented(text: str) -> str:
     """`text` with comments and what is inside of quotes covered: a letter for each letter."""
-
-    def cover(found: re.Match) -> str:
-        if found[1] is None:
-            return " " * len(found[0])
-        return found[1] + re.sub(r"[^\n]", "_", found[2]) + found[1]
-
-    return QUOTED.sub(cover, text)
+    return QUOTED.sub(
+        lambda found: found[1] + re.sub(r"[^\n]", "_", found[2]) + found[1] if found[1] else " " * len(found[0]), text
+    )
 
 
 def covered(text: str) -> str:
@@ -84,8 +80,6 @@ def logical_lines(text: str) -> Iterator[Line]:
 
 @dataclass(slots=True)
 class Function:
-    """A function with its body."""
-
     file: str
     name: str
     owner: str  # its class, or ""
