@@ -19,7 +19,7 @@ WORDS_PER_RUN = 3_000
 
 @dataclass
 class Report:
-    """What a hunt has seen. `finding` is None, or says what is wrong in the run of `seed`."""
+    """What a search has seen. `finding` is None, or says what is wrong in the run of `seed`."""
 
     seed: int | None = None
     runs: int = 0
@@ -54,7 +54,7 @@ def finding_of(run: Callable[[], None]) -> str | None:
     return None
 
 
-def hunt(
+def search(
     seed: int,
     *,
     without: Iterable[str] = (),

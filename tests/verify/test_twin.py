@@ -43,7 +43,7 @@ class Planted(Twin):
 
 @pytest.mark.parametrize("calls", [4_000, pytest.param(60_000, marks=pytest.mark.long)])
 def test_core_does_what_the_model_does(calls):
-    report = run.hunt(20_261_127, calls=calls, words=WORDS_PER_RUN, make_pool=Twin)
+    report = run.search(20_261_127, calls=calls, words=WORDS_PER_RUN, make_pool=Twin)
     again = f"python -m tests.verify --model --seed {report.seed} --ops 1"
     assert report.finding is None, f"{report.finding}\nagain: {again}"
     missed = set(WORDS) - {word for word, times in report.words.items() if times}
@@ -51,7 +51,7 @@ def test_core_does_what_the_model_does(calls):
 
 
 def test_planted_fault_is_found_shrunk_and_printed_as_a_test():
-    report = run.hunt(1, calls=20_000, words=WORDS_PER_RUN, make_pool=Planted)
+    report = run.search(1, calls=20_000, words=WORDS_PER_RUN, make_pool=Planted)
     assert report.finding is not None and report.finding.startswith("model: "), report.finding
     shrunk = run.shrink(shape_of(report.seed), report.place, Planted)
     assert shrunk is not None and len(shrunk.words) <= 12, shrunk.words

@@ -41,7 +41,7 @@ from tests.conftest import MAKE_TEST, plants
 from tests.verify.builds import run
 from tests.verify.mutants.schemata import mutate
 from tests.verify.mutants.source import ROOT, core_sources
-from tests.verify.run import hunt
+from tests.verify.run import search
 
 VARIANT, DRAWN, CALLS = "mutated", 300, 3_000_000
 LEAST = 0.80  # share to be found: of those of seed 7 it is 89 %, and a hundred others may have some percent less
@@ -131,7 +131,7 @@ def observed(session: pytest.Session, numbers: Sequence[int], calls: int, folder
         reached = [module.mutants_reached() for module in mutated()]
         found[item.nodeid] = (seconds, [n for n in numbers if any(of_module[n] for of_module in reached)])
     start = cpu_seconds()
-    hunt(1, calls=calls)
+    search(1, calls=calls)
     (folder / "said").write_text(json.dumps({"tests": found, "left_out": left_out, "fuzz": cpu_seconds() - start}))
     return False
 
@@ -149,7 +149,7 @@ def judged(session: pytest.Session, seconds: dict[str, float], args: argparse.Na
             return True
     (folder / "said").write_text(FUZZER)
     signal.setitimer(signal.ITIMER_PROF, SLACK + SLACK * seconds[FUZZER])
-    finding = hunt(1, calls=args.calls).finding
+    finding = search(1, calls=args.calls).finding
     (folder / "said").write_text(f"{FUZZER}: {finding}" if finding else "")
     return finding is not None
 
