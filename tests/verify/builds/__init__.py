@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tests.verify.builds.interpreter import ROOT, packages, python_of
+from tests.verify.builds.interpreter import PREFIX, ROOT, packages, python_of
 from tests.verify.mutants.schemata import mutate
 from tests.verify.mutants.source import core_sources
 
@@ -52,18 +52,12 @@ class Variant:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What stands before a command: ThreadSanitizer needs addresses where it expects them."""
-        return ("setarch", "-R") if "thread" in self.switches.get("KVPOOL_SANITIZE", "") else ()
+        """What stands before a command."""
+        return PREFIX["tsan"] if "thread" in self.switches.get("KVPOOL_SANITIZE", "") else ()
 
-    @property
-    def compiles(self) -> str:
-        """The interpreter that compiles the copy: a sanitized one is slow, and the same headers serve both."""
-        return str(python_of("release")) if self.interpreter else sys.executable
-
-    @property
-    def runs(self) -> str:
-        """The interpreter that runs what is in it."""
-        return str(python_of(self.interpreter)) if self.interpreter else sys.executable
+    def python(self, kind: str) -> str:
+        """The interpreter, of this kind where the copy has one of its own."""
+        return str(python_of(kind)) if self.interpreter else sys.executable
 
 
 ASAN = Variant(
@@ -161,7 +155,8 @@ def build(variant: str, compiles: bool = True) -> Path:
     kind, folder = VARIANTS[variant], folder_of(variant)
     folder.mkdir(parents=True, exist_ok=True)
     stamp = folder / "compiled"
-    made_by = f"{kind.compiles}\n{sys.version}\ncython {importlib.metadata.version('cython')}\n{kind.switches}\n"
+    python = kind.python("release")  # a sanitized one is slow, and the same headers serve both
+    made_by = f"{python}\n{sys.version}\ncython {importlib.metadata.version('cython')}\n{kind.switches}\n"
     made_by += (ROOT / "setup.py").read_text()
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
@@ -173,7 +168,7 @@ def build(variant: str, compiles: bool = True) -> Path:
             return folder
         if not same:
             shutil.rmtree(folder / "build", ignore_errors=True)  # objects of another compiler or other switches
-        command = [kind.compiles, "setup.py", "-q", "build_ext", "--inplace"]
+        command = [python, "setup.py", "-q", "build_ext", "--inplace"]
         done = subprocess.run(command, cwd=folder, env=_plain() | kind.switches, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"[builds] {variant} does not compile:\n{done.stdout}{done.stderr}")
@@ -209,5 +204,6 @@ def run(variant: str, argv: Sequence[str], *, leaks: bool = False, **options) ->
         (folder / "kept").write_text("".join(f"leak:{name}\n" for name in KEPT))
         more["LSAN_OPTIONS"] = f"suppressions={folder / 'kept'}:print_suppressions=0"
     options = {"cwd": folder, "text": True} | ({} if "stdout" in options else {"capture_output": True}) | options
-    command = [*VARIANTS[variant].prefix, VARIANTS[variant].runs, *argv]
+    kind = VARIANTS[variant]
+    command = [*kind.prefix, kind.python(kind.interpreter), *argv]
     return subprocess.run(command, env=environment(variant, **more), **options)
