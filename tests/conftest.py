@@ -16,6 +16,7 @@ import zlib
 from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 # One thread of BLAS per process of pytest-xdist, which hands it on. NumPy reads it when it is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -23,6 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 import pytest
 
+from kvpool import _core
 from kvpool.errors import PoolClosed
 
 if os.environ.get("KVPOOL_CORE") == "model":
@@ -34,37 +36,7 @@ else:
 # What somebody has built on this machine changes nothing here; test_mlx_native.py builds its own.
 os.environ.setdefault("KVPOOL_MLX_NATIVE", "0")
 
-ALL_FORMATS = (
-    "block_tables",
-    "seq_lens",
-    "slot_mapping",
-    "positions",
-    "cu_q_lens",
-    "csr",
-    "slot_ids",
-)
-PLAN_ATTRIBUTES = (
-    "block_tables",
-    "seq_lens",
-    "slot_mapping",
-    "positions",
-    "cu_q_lens",
-    "indptr",
-    "indices",
-    "last_page_len",
-    "slot_ids",
-    "copies",
-    "dirty_rows",
-    "served",
-    "handles",
-    "num_tokens",
-    "is_pending",
-    "step_id",
-)
-GROUP_ATTRIBUTES = (
-    *("block_tables", "slot_mapping", "kv_lens", "kv_starts", "indptr", "indices", "last_page_len", "copies"),
-    *("dirty_rows", "state_src", "state_dst", "state_loads", "state_saves"),
-)
+ALL_FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "csr", "slot_ids")
 
 # Calls on one sequence, by name: each of them must refuse a dead handle.
 ONE_HANDLE_CALLS = {
@@ -87,13 +59,10 @@ ONE_HANDLE_CALLS = {
 
 def _share(text):
     """Read ``1/3``."""
-    try:
-        share = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        share = None
-    if share is None or not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1, such as 1/3")
-    return share
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        if 0 <= (share := Fraction(text)) <= 1:
+            return share
+    raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1, such as 1/3")
 
 
 def pytest_addoption(parser):
@@ -214,12 +183,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def core():
     """The implementation under test: an object with the classes `Pool` and `Plan`."""
-
-    class Core:
-        pass
-
-    Core.Pool, Core.Plan, Core.all_formats = Pool, Plan, ALL_FORMATS
-    return Core
+    return SimpleNamespace(Pool=Pool, Plan=Plan, all_formats=ALL_FORMATS)
 
 
 @pytest.fixture
@@ -266,11 +230,12 @@ def grow(make_plan):
 def contents(plan):
     """Everything that a plan and its groups show, as plain Python values."""
     shown = []
-    for part, names in [(plan, PLAN_ATTRIBUTES), *((group, GROUP_ATTRIBUTES) for group in plan.groups)]:
-        for name in names:
+    for part, kind in [(plan, _core.Plan), *((group, _core.PlanGroup) for group in plan.groups)]:
+        for name in dir(kind):
             with contextlib.suppress(AttributeError, ValueError):  # a format that nobody asked for
                 value = getattr(part, name)
-                shown.append((name, value.tolist() if isinstance(value, np.ndarray) else value))
+                shown += [(name, value)] if isinstance(value, int) else []
+                shown += [(name, value.tolist())] if isinstance(value, np.ndarray) else []
     return shown
 
 

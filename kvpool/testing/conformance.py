@@ -48,7 +48,6 @@ from kvpool.testing.filled import (
     everything,
     fill,
     fill_all,
-    fill_random,
     int32,
     mask_rows,
     refuses,
@@ -270,7 +269,7 @@ def copies_take_exactly_the_valid_tokens(factory: Factory) -> None:
         dtypes=tuple(DTYPES),
     ):
         backend, rng = factory(spec, 7), np.random.default_rng(SEED)
-        fill_random(backend, rng)
+        fill_all(backend, rng)
         before = everything(backend)
         copies = np.array([[3, 5, max(1, spec.block_size - 1)], [3, 1, 1], [2, 6, spec.block_size]], np.int32)
         backend.copy_blocks(StepArrays(copies=copies))
@@ -344,8 +343,8 @@ def import_restores_what_export_took(factory: Factory) -> None:
     """Into the same blocks, into others, and into another backend; no other block changes."""
     for spec in specs(factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), block_sizes=(3, 8)):
         backend, other = factory(spec, 6), factory(spec, 9)
-        fill_random(backend, np.random.default_rng(SEED))
-        fill_random(other, np.random.default_rng(SEED + 1))
+        fill_all(backend, np.random.default_rng(SEED))
+        fill_all(other, np.random.default_rng(SEED + 1))
         data, before = np.asarray(backend.export_blocks([4, 1])).copy(), everything(other)
         same_bytes(data, everything(backend)[[4, 1]], "export in the order of the ids")
         other.import_blocks(np.array([2, 8], np.int32), data)
@@ -361,7 +360,7 @@ def zero_clears_only_what_it_names(factory: Factory) -> None:
     """All layers and planes of these blocks are 0, everything else stays."""
     for spec in specs(factory, layouts=capabilities_of(factory).layouts, layers=3):
         backend = factory(spec, 6)
-        fill_random(backend, np.random.default_rng(SEED))
+        fill_all(backend, np.random.default_rng(SEED))
         expected = everything(backend)
         backend.zero(np.array([5, 2], np.int32))
         backend.zero([])

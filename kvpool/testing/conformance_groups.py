@@ -28,7 +28,7 @@ from kvpool.testing.filled import (
     collector,
     everything,
     fill,
-    fill_random,
+    fill_all,
     int32,
     refused,
     same_bytes,
@@ -346,7 +346,7 @@ def given_rows_are_used_and_nothing_between_them(factory: Factory) -> None:
         rows = arena[:, 16 : 16 + spec.block_nbytes]
         backend = factory(spec, 5, storage=rows)  # type: ignore[call-arg]
         rng = np.random.default_rng(SEED)
-        fill_random(backend, rng)
+        fill_all(backend, rng)
         same_bytes(rows, everything(backend), "the rows that were given")
         expected = rows.copy()
         backend.copy_blocks(int32([[3, 1, spec.block_size]]))

@@ -31,7 +31,6 @@ from kvpool.testing.filled import (
     everything,
     fill,
     fill_all,
-    fill_random,
     int32,
     refused,
     refuses,
@@ -250,7 +249,7 @@ def quantized_blocks_move_as_bytes(factory: Factory) -> None:
     """Copies, zeros, export and import act on words, scales and biases, and on nothing else."""
     for spec in _quantized_specs(factory, layouts=True, layers=2):
         backend, other = factory(spec, 7), factory(spec, 7)
-        fill_random(backend, np.random.default_rng(SEED))
+        fill_all(backend, np.random.default_rng(SEED))
         fill_all(other, np.nan)
         expected = everything(backend)
         backend.copy_blocks(int32([[3, 5, 7], [2, 6, spec.block_size]]))

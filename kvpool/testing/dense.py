@@ -18,11 +18,7 @@ _MANTISSA_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the hidden bit
 _MIN_EXPONENT = {"float32": -126, "float16": -14, "bfloat16": -126}  # of the smallest normal number
 _FLOAT8 = [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)]  # normal ones, 2**8 * 1.875 is NaN
 FLOAT8_E4M3 = np.array([*(m * 2.0**-9 for m in range(8)), *_FLOAT8[:-1]])  # value of each code 0 .. 0x7e
-_MAX = {
-    "float32": float(np.finfo(np.float32).max),
-    "float16": 65504.0,
-    "bfloat16": float(2.0**127 * (2 - 2**-7)),
-}
+_MAX = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": float(2.0**127 * (2 - 2**-7))}
 
 
 def dense_attention(
@@ -89,8 +85,14 @@ def _scores_of_head(
 
 
 def _weights_of_head(scores: np.ndarray, head: int, options: AttentionOptions) -> np.ndarray:
+    """Softmax of each row, the sink as one key more; a row of -inf alone becomes 0."""
     sink = -np.inf if options.sinks is None else float(options.sinks[head])
-    return _softmax(np.column_stack([scores, np.full(len(scores), sink)]))[:, :-1]
+    scores = np.column_stack([scores, np.full(len(scores), sink)])
+    weights = np.zeros_like(scores)
+    some = np.isfinite(scores).any(axis=1)
+    shifted = np.exp(scores[some] - scores[some].max(axis=1, keepdims=True))
+    weights[some] = shifted / shifted.sum(axis=1, keepdims=True)
+    return weights[:, :-1]
 
 
 def dense_scores(
@@ -137,15 +139,6 @@ def dense_attention_and_size(
     """
     both = dense_attention(q, k, np.concatenate([v, np.abs(v)], axis=2), scale, options)[0]
     return both[..., : v.shape[2]], both[..., v.shape[2] :].max(axis=-1, keepdims=True)
-
-
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    """Softmax of each row; a row of -inf alone becomes 0."""
-    weights = np.zeros_like(scores)
-    some = np.isfinite(scores).any(axis=1)
-    shifted = np.exp(scores[some] - scores[some].max(axis=1, keepdims=True))
-    weights[some] = shifted / shifted.sum(axis=1, keepdims=True)
-    return weights
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -147,12 +147,16 @@ def slots_of(table: Sequence[int], begin: int, end: int, block_size: int) -> lis
     return [int(table[p // block_size]) * block_size + p % block_size for p in range(begin, end)]
 
 
-def fill_all(backend: KVBackend, value: float) -> None:
-    """Write `value` to every slot of every block, the reserved ones included."""
+def fill_all(backend: KVBackend, value: float | np.random.Generator) -> None:
+    """Write `value`, or random values, to every slot of every block, the reserved ones included."""
     spec = backend.spec
     slots = np.arange(backend.num_blocks * spec.block_size, dtype=np.int32)
     for layer in range(spec.num_layers):
-        k, v = (np.full((slots.size, spec.num_kv_heads, dim), value, np.float32) for _, dim in spec.planes)
+        shapes = [(slots.size, spec.num_kv_heads, dim) for _, dim in spec.planes]
+        if isinstance(value, np.random.Generator):
+            k, v = (values(value, shape, spec.dtype) for shape in shapes)
+        else:
+            k, v = (np.full(shape, value, np.float32) for shape in shapes)
         write(backend, StepArrays(slot_mapping=slots), layer, k, v)
 
 
@@ -394,15 +398,6 @@ def contexts(block_size: int) -> list[int]:
     """Around every boundary: one token, a block less one, exactly one, two and three blocks, and more."""
     boundaries = [block_size, 2 * block_size, 3 * block_size]
     return sorted({1, block_size - 1, block_size + 1, 3 * block_size + 2, *boundaries} - {0})
-
-
-def fill_random(backend: KVBackend, rng: np.random.Generator) -> None:
-    """Different finite values in every slot, so that any byte that moves is seen."""
-    spec = backend.spec
-    slots = np.arange(backend.num_blocks * spec.block_size, dtype=np.int32)
-    for layer in range(spec.num_layers):
-        k, v = (values(rng, (slots.size, spec.num_kv_heads, dim), spec.dtype) for _, dim in spec.planes)
-        write(backend, StepArrays(slot_mapping=slots), layer, k, v)
 
 
 def token_columns(spec: KVSpec, num_tokens: int) -> Iterator[slice]:

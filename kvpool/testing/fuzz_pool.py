@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import kvpool
@@ -36,24 +36,20 @@ class _Calls:
         return handle, hit
 
     def append(self, seq: int, tokens: Sequence[int]) -> list[Copy]:
-        """Compute more tokens."""
         self.pool.step(self.plan, [seq], len(tokens))
         copies = [(src, dst, n) for src, dst, n in self.plan.copies.tolist()]
         self.pool.done(self.plan)
         return copies
 
     def free(self, seq: int) -> None:
-        """Close a sequence."""
         self.pool.close(seq)
         self.open_.remove(seq)
 
     def fork(self, seq: int) -> int:
-        """Fork a sequence."""
         self.open_.append(int(self.pool.fork(seq)[0]))
         return self.open_[-1]
 
     def truncate(self, seq: int, length: int) -> None:
-        """Shorten a sequence."""
         self.pool.truncate(seq, length)
 
 
@@ -81,45 +77,38 @@ class PoolAllocator:
         return free
 
     def open(self, tokens: Sequence[int]) -> int:
-        """Open a prompt and compute what no hit has of it."""
-        (handle, hit), (_, expected) = self._both(lambda side, _: side.open(tokens))
+        (handle, hit), (_, expected) = self._both("open", None, tokens)
         self._agree("hit tokens", hit, expected)
         self.hits[handle] = hit
         return int(handle)
 
     def append(self, seq: int, tokens: Sequence[int]) -> list[Copy]:
-        """Compute more tokens."""
-        copies, expected = self._both(lambda side, handle: side.append(handle, tokens), seq)
+        copies, expected = self._both("append", seq, tokens)
         self._agree("tokens copied", [n for _, _, n in copies], [n for _, _, n in expected])
-        return copies
+        return list(copies)
 
     def table(self, seq: int) -> Any:
-        """The blocks of a sequence."""
         return self.pool.table(seq)
 
     def free(self, seq: int) -> None:
-        """Close a sequence."""
-        self._both(lambda side, handle: side.free(handle), seq)
+        self._both("free", seq)
 
     def fork(self, seq: int) -> int:
-        """Fork a sequence."""
-        return int(self._both(lambda side, handle: side.fork(handle), seq)[0])
+        return int(self._both("fork", seq)[0])
 
     def truncate(self, seq: int, length: int) -> None:
-        """Shorten a sequence."""
-        self._both(lambda side, handle: side.truncate(handle, length), seq)
+        self._both("truncate", seq, length)
 
     def cached(self, seq: int) -> int:
-        """Tokens that were a hit."""
         return self.hits[seq]
 
-    def _both(self, call: Callable[[_Calls, int], Any], seq: int | None = None) -> tuple[Any, Any]:
+    def _both(self, name: str, seq: int | None, *given: Any) -> tuple[Any, Any]:
         """What a call returns on the pool and on the model. One that is refused is refused by both."""
         place = None if seq is None else self.core.open_.index(seq)
         results: list[Any] = []
         for side in (self.core, self.model):
             try:
-                results.append(call(side, -1 if place is None else side.open_[place]))
+                results.append(getattr(side, name)(*([] if place is None else [side.open_[place]]), *given))
             except kvpool.OutOfBlocks as refused:
                 results.append(refused)
         found, expected = results

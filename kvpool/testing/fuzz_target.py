@@ -308,15 +308,6 @@ class Checked:
 # ---- programs ----------------------------------------------------------------------------------------------
 
 
-def make_words(seed: int) -> list[Word]:
-    """A program, as `play` reads it."""
-    rng = random.Random(seed)
-    return [
-        (rng.randrange(len(OPERATIONS)), rng.getrandbits(16), rng.getrandbits(16), rng.getrandbits(16))
-        for _ in range(CALLS_PER_RUN)
-    ]
-
-
 def _tokens(checked: Checked, a: int, b: int, least: int) -> list[int]:
     """Tokens of a call: of an open sequence, so that prefixes meet, or new ones."""
     n = least + a % (2 * checked.size + 2)
@@ -411,8 +402,12 @@ class TargetRun:
         self.factory, self.sizes, self.seed, self.source = factory, sizes, seed, source
 
     def words(self) -> list[Word]:
-        """The program of the seed."""
-        return make_words(self.seed)
+        """The program of the seed, as `play` reads it."""
+        rng, bits = random.Random(self.seed), 16
+        return [
+            (rng.randrange(len(OPERATIONS)), rng.getrandbits(bits), rng.getrandbits(bits), rng.getrandbits(bits))
+            for _ in range(CALLS_PER_RUN)
+        ]
 
     def play(self, words: list[Word], trace: list[str] | None = None) -> int:
         """Play on a new allocator."""
@@ -436,7 +431,7 @@ class TargetRun:
         return f"{head}{imports}\nfrom kvpool.testing.fuzz_target import Checked\n\n\ndef test_fuzz_target():\n{text}\n"
 
 
-def _convict(report: TargetReport, run: Run, words: list[Word], first: TargetFinding) -> None:
+def _shrink(report: TargetReport, run: Run, words: list[Word], first: TargetFinding) -> None:
     """Shrink a program that fails to one that fails in the same way."""
 
     def finding_of(tried: list[Word]) -> TargetFinding | None:
@@ -504,7 +499,7 @@ def fuzz(make_run: Callable[[int], Run], seed: int, **until: Any) -> TargetRepor
             report.calls += run.play(words)
         except TargetFinding as finding:
             report.calls += len(words)
-            _convict(report, run, words, finding)
+            _shrink(report, run, words, finding)
     return report
 
 

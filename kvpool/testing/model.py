@@ -3,7 +3,8 @@
 The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md`` and ``docs/prefix.md`` line by
 line and shares no code with the core. There are only lists and dicts. Who names a block is recounted from the tables
 and the pending steps whenever it is needed, and a step rebuilds its plan from scratch. The words are in `model_groups`,
-blocks by id in `model_blocks`, the prefix cache in `model_prefix`, plans in `model_plan`; here are the other calls.
+blocks by id in `model_blocks`, the prefix cache in `model_prefix`, plans in `model_plan`; here are the other calls,
+which have the docs of `kvpool.Pool`.
 
 One difference to the core: `digest` and `fingerprint` are other functions, which say only whether something changed.
 
@@ -22,6 +23,7 @@ Examples
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,10 +32,10 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, OutOfSequences, PlanStateError
-from kvpool.stats import PlanLimits, PoolStats
+from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Arena, ModelBlocks, ceil_div, public_call, reading_call
-from kvpool.testing.model_groups import HOLE, Change, Judged, Layers, Row, Sequence, Step, Table, untagged
+from kvpool.testing.model_groups import HOLE, LOCAL_BITS, Change, Judged, Layers, Row, Sequence, Step, Table
 from kvpool.testing.model_plan import ModelPlan
 from kvpool.testing.model_prefix import LOADED, CacheModel, Entry, ModelPrefix, Node
 
@@ -59,7 +61,6 @@ class Opening:
 
     @property
     def nodes(self) -> list[Node]:
-        """Those of the hit."""
         return [node for node in self.path if len(node.prefix) <= self.hit]
 
 
@@ -82,7 +83,6 @@ class ModelPool(CacheModel, AbstractContextManager):
     def _judge_opening(
         self, call: str, tokens: Any, namespace: bytes, reserve: bool, load: bool, all_of_it: bool = False
     ) -> Opening:
-        """What opening a sequence finds and takes, if it is there."""
         prompt = [] if isinstance(tokens, int) else args.tokens(call, tokens)
         length = args.count(call, "tokens", tokens) if isinstance(tokens, int) else len(prompt)
         if load and not self.has_cache and self._is_cut:
@@ -125,7 +125,6 @@ class ModelPool(CacheModel, AbstractContextManager):
         self, tokens: Any = 0, namespace: bytes = b"", cut: int | None = None, *, reserve: bool = True,
         load: bool = False, again: bool = False,
     ) -> int:  # fmt: skip
-        """Open a sequence for a prompt, or with entries for a number of tokens; returns its handle."""
         args.how_to_open("open", tokens, namespace, reserve, load)
         args.boolean("open", "again", again)
         if cut is not None:
@@ -135,7 +134,7 @@ class ModelPool(CacheModel, AbstractContextManager):
         found = self._judge_opening("open", tokens, namespace, reserve, load)
         seq = self._begin_at("load" if load else "open", found)
         if load:
-            seq.is_loading, seq.load = True, found.length
+            seq.load = found.length
             seq.wanted = self._positions(0, [], found.length)
             if found.bundle and self._has_room():
                 self._take_mark(LOADED, seq, found.length)
@@ -146,7 +145,6 @@ class ModelPool(CacheModel, AbstractContextManager):
         return seq.handle
 
     def _begin_at(self, call: str, found: Opening) -> Sequence:
-        """Open a sequence over a hit."""
         seq, hit, nodes = self._create(found.hit), found.hit, found.nodes
         if self.has_cache:
             seq.root = self._root(found.namespace)
@@ -184,15 +182,13 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @public_call
     def fork(self, handle: int, n: int = 1) -> np.ndarray:
-        """Open `n` children that share the parent's written entries and its states; their handles, int64 ``[n]``."""
         parent = self.one("fork", handle)
         n = args.count("fork", "n", n)
         self._refuse_slots("fork", n)
-        children, room, waits = [], self._rounded(parent.num_tokens), [step for step, _ in self._waits_for(parent)]
+        children, room = [], self._rounded(parent.num_tokens)
         for _ in range(n):
             child = self._create(parent.num_tokens)
-            child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1)]
-            child.forked_in = (max(waits), self.done_length(parent)) if waits else None
+            child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1, self.done_length(parent))]
             child.point, child.root, child.node = parent.point, parent.root, parent.node
             child.tokens, child.published, child.wanted = list(parent.tokens), parent.published, list(parent.wanted)
             for layer, table, own in zip(self.layers, parent.tables, child.tables, strict=True):
@@ -203,17 +199,16 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @public_call
     def loaded(self, handle: int, n: int) -> bool:
-        """End the load of a sequence: its first `n` tokens are there, 0: no more than before. Closes a closed one."""
         args.integer("loaded", "handle", handle, args.MIN_INT64, args.MAX_INT64)
         n = args.count("loaded", "n", n)
         seq = self._made(handle)
-        if seq is None or not seq.is_loading:
+        if seq is None or seq.load is None:
             self._sequence("loaded", handle)
             raise PlanStateError(f"[loaded] the sequence is not being loaded ({handle})")
         least, most = (seq.load, seq.load) if self._is_cut else (seq.num_tokens, self._capacity(seq))
         if n and not least <= n <= most:
             raise ValueError(f"[loaded] n is {n}, 0 or {least} .. {most} is legal")
-        seq.is_loading = False
+        seq.load = None
         if seq.is_closed:
             self._close(seq)
             return False
@@ -240,7 +235,7 @@ class ModelPool(CacheModel, AbstractContextManager):
         seq.node = None
 
     def _close(self, seq: Sequence) -> None:
-        if seq.is_loading:
+        if seq.load is not None:
             seq.is_closed = True
             return
         self._pop_all(seq)
@@ -248,7 +243,6 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @public_call
     def close(self, handles: Any) -> None:
-        """Close sequences in the order given; each one's blocks are released youngest first."""
         for seq in self.batch("close", handles, any_=True):
             self._close(seq)
 
@@ -275,7 +269,6 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @public_call
     def reset(self) -> None:
-        """Forget every sequence, reference, pending plan and committed bit; generations and counters go on."""
         if self.has_cache:
             self._flush(None)
         for slot in self._sequences:
@@ -290,7 +283,6 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @public_call
     def truncate(self, handles: Any, lens: Any) -> None:
-        """Shorten sequences to `lens` tokens; the entries past them are released, youngest first."""
         batch = self.batch("truncate", handles)
         lengths = args.per_row("truncate", "lens", lens, len(batch))
         for seq, length in zip(batch, lengths, strict=True):
@@ -326,7 +318,6 @@ class ModelPool(CacheModel, AbstractContextManager):
                 raise ValueError(f"[truncate] len is {length}, the least that group {layer.index} has is {least}")
 
     def _full_layer(self, call: str, group: Any) -> Layers:
-        """The group that tokens are to leave."""
         layer = self._layer(call, group)
         if layer.kind != "full":
             raise ValueError(f"[{call}] group {group} is a {layer.kind}, tokens leave full groups only")
@@ -352,7 +343,6 @@ class ModelPool(CacheModel, AbstractContextManager):
         return [i for i in rewritten if not judged.may_write(seq.tables[layer.index].entries[i], 0)]
 
     def _lose(self, layer: Layers, seq: Sequence, n: int) -> None:
-        """Tokens left a table."""
         table = seq.tables[layer.index]
         seq.point = seq.num_tokens
         table.evicted += n
@@ -363,7 +353,6 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @public_call
     def compact(self, handles: Any, lens: Any, first: int = 0, group: int = 0) -> None:
-        """Keep `lens` tokens at the front of each table of a group, the first `first` where they are."""
         names, lengths, layer = self._read_lengths("compact", handles, lens, first, group)
         batch = [self._sequence("compact", name) for name in names]
         for seq, length in zip(batch, lengths, strict=True):
@@ -380,7 +369,6 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @public_call
     def evict_blocks(self, handle: int, indices: Any, group: int = 0) -> None:
-        """Full entries leave the table of a group, by ascending index."""
         places = args.integers("evict_blocks", "indices", indices)
         layer = self._full_layer("evict_blocks", group)
         seq = self.one("evict_blocks", handle)
@@ -399,7 +387,6 @@ class ModelPool(CacheModel, AbstractContextManager):
     # ---- steps ------------------------------------------------------------------------------------------
 
     def _row_need(self, seq: Sequence, n: int, layer: Layers, judged: Judged) -> Need:
-        """What `n` tokens need in a group."""
         table, size, length = seq.tables[layer.index], layer.block_size, self.held(seq, layer)
         entries = table.entries
         if n == 0:
@@ -469,14 +456,6 @@ class ModelPool(CacheModel, AbstractContextManager):
         if num_rows > plan.limits.max_rows:
             raise CapacityExceeded(f"[{call}] {num_rows} rows, the plan's max_rows is {plan.limits.max_rows}")
 
-    def _shape(self, pad_to: Any, limits: PlanLimits, num_rows: int) -> tuple[int, int] | None:
-        if pad_to is None:
-            return None
-        if not isinstance(pad_to, tuple | list) or len(pad_to) != 2:
-            raise TypeError(f"[step] pad_to is {pad_to!r}, (rows, tokens) is needed")
-        rows = args.integer("step", "pad_to[0]", pad_to[0], num_rows, limits.max_rows)
-        return rows, args.integer("step", "pad_to[1]", pad_to[1], 0, limits.max_tokens)
-
     def _rows(self, call: str, handles: list[int], new: list[int]) -> Iterator[tuple[int, Sequence]]:
         """Decode the rows of a batch in order; what is wrong with a row is found before the next one is read."""
         for row, (handle, n) in enumerate(zip(handles, new, strict=True)):
@@ -507,12 +486,10 @@ class ModelPool(CacheModel, AbstractContextManager):
     def step(
         self, plan: ModelPlan, handles: Any, num_new: Any = 1, *, partial: bool = False, pad_to: Any = None
     ) -> None:
-        """Grow every sequence of the batch by its new tokens and fill `plan`; the plan is pending then."""
         self._grow("step", plan, handles, num_new, partial, pad_to)
 
     @public_call
     def reserve(self, plan: ModelPlan, handles: Any, num_new: Any) -> None:
-        """Take the blocks for `num_new` more tokens per row and resolve COW; lengths do not move."""
         self._grow("reserve", plan, handles, num_new)
 
     def _grow(
@@ -522,11 +499,16 @@ class ModelPool(CacheModel, AbstractContextManager):
         names = args.handles(call, handles, False)
         new = args.per_row(call, "num_new", num_new, len(names), args.MIN_INT64)
         self._refuse_rows(call, plan, len(names))
-        shape = self._shape(pad_to, plan.limits, len(names))
+        shape, most = None, plan.limits.max_tokens
+        if pad_to is not None:
+            if not isinstance(pad_to, tuple | list) or len(pad_to) != 2:
+                raise TypeError(f"[step] pad_to is {pad_to!r}, (rows, tokens) is needed")
+            rows = args.integer("step", "pad_to[0]", pad_to[0], len(names), plan.limits.max_rows)
+            shape = rows, args.integer("step", "pad_to[1]", pad_to[1], 0, most)
         batch: list[Sequence] = []
         for row, seq in self._rows(call, names, new):
             self._refuse_row(call, plan, row, seq, new[row])
-            total, most = sum(new[: row + 1]), plan.limits.max_tokens
+            total = sum(new[: row + 1])
             if call == "step" and total > most:
                 raise CapacityExceeded(f"[step] {total} new tokens, the plan's max_tokens is {most}")
             if call == "step" and shape is not None and total > shape[1]:
@@ -611,7 +593,6 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @public_call
     def done(self, plan: ModelPlan) -> None:
-        """The plan's work was executed; it passes as soon as all older ones have."""
         self._pending_step("done", plan).noted = True
         while self.pending and self.pending[0].noted:
             self._pass(self.pending[0])
@@ -651,13 +632,12 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @public_call
     def rollback(self, plan: ModelPlan) -> None:
-        """Undo the newest pending step."""
         step = self._pending_step("rollback", plan)
         if step is not self.pending[-1]:
             raise PlanStateError(f"[rollback] step {step.id} is not the newest ({self.pending[-1].id})")
         rows = {row.handle for row in step.rows}
         for seq in self.sequences():
-            if any(parent in rows and newest >= step.id for parent, newest in seq.ancestors):
+            if any(parent in rows and newest >= step.id for parent, newest, _ in seq.ancestors):
                 raise PlanStateError(f"[rollback] a fork of a row made after the step is open ({seq.handle})")
         self.pending.pop()
         plan.is_pending = False
@@ -699,27 +679,23 @@ class ModelPool(CacheModel, AbstractContextManager):
         self, handles: Any = None, num_new: Any = 1, *, tokens: Any = None, namespace: Any = b"",
         reserve: Any = True, load: Any = False,
     ) -> bool:  # fmt: skip
-        """Return whether a step of this batch, or an `open`, would find its blocks and its room."""
         if (handles is None) == (tokens is None):
             raise TypeError("[can] handles or tokens are needed, one of them")
         if num_new != 1 if handles is None else (namespace, reserve, load) != (b"", True, False):
             raise TypeError("[can] num_new belongs to handles; namespace, reserve and load belong to tokens")
-        if tokens is not None:
-            args.how_to_open("can", tokens, namespace, reserve, load)
-            return self._finds(lambda: self._judge_opening("can", tokens, namespace, reserve, load))
-        names = args.handles("can", handles, False)
-        new = args.per_row("can", "num_new", num_new, len(names), args.MIN_INT64)
-        batch = [seq for _, seq in self._rows("can", names, [0] * len(names))]  # all handles before any count
-        fits = [self._fits_pool(seq, args.integer("can", "num_new", n, 0)) for seq, n in zip(batch, new, strict=True)]
-        return all(fits) and self._finds(lambda: self._judge_growth("can", batch, new))
-
-    def _finds(self, judge: Callable[[], Any]) -> bool:
-        """Whether a judgement finds enough of everything."""
         try:
-            judge()
+            if tokens is not None:
+                args.how_to_open("can", tokens, namespace, reserve, load)
+                self._judge_opening("can", tokens, namespace, reserve, load)
+                return True
+            names = args.handles("can", handles, False)
+            new = args.per_row("can", "num_new", num_new, len(names), args.MIN_INT64)
+            batch = [seq for _, seq in self._rows("can", names, [0] * len(names))]  # all handles before any count
+            counts = [args.integer("can", "num_new", n, 0) for n in new]
+            self._judge_growth("can", batch, counts)
+            return all(map(self._fits_pool, batch, counts))
         except (OutOfBlocks, OutOfSequences, CapacityExceeded):
             return False
-        return True
 
     # ---- what is read -----------------------------------------------------------------------------------
 
@@ -754,18 +730,12 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @reading_call
     def stats(self, arena: int = 0) -> PoolStats:
-        one = self.arena_of("stats", arena)
+        blocks = self.arena_of("stats", arena).figures()
         tokens = sum(seq.num_tokens for seq in self.sequences())
         capacity = sum(self._capacity(seq) for seq in self.sequences())
-        return PoolStats(
-            sequences=len(self._sequences),
-            pending=len(self.pending),
-            tokens=tokens,
-            capacity=capacity,
-            fragmentation=1.0 - tokens / capacity if capacity else 0.0,
-            evicted_tokens=self._evicted_tokens,
-            **one.figures(),
-        )
+        rows = {"sequences": len(self._sequences), "pending": len(self.pending), "tokens": tokens}
+        rows |= {"capacity": capacity, "evicted_tokens": self._evicted_tokens}
+        return PoolStats(**blocks, **rows, fragmentation=1.0 - tokens / capacity if capacity else 0.0)
 
     @reading_call
     def digest(self) -> int:
@@ -779,13 +749,20 @@ class ModelPool(CacheModel, AbstractContextManager):
         rows = self._sequences, self._generations, self._free_slots, self.pending, self._next_step
         cache = self._last_root, self._nodes, self.entries, self._taken, self._loads, self._clock, self._coldest
         state = repr((self.options, arenas, rows, cache, self.counters, self._evicted_tokens))
-        return int.from_bytes(hashlib.blake2b(untagged(state).encode(), digest_size=8).digest(), "little")
+        state = re.sub(r"\d{16,}", lambda handle: str(int(handle[0]) % 2**LOCAL_BITS), state)
+        return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "little")
 
     @reading_call
     def check(self) -> None:
         """Recompute what the bookkeeping implies; raises `CorruptState`."""
         for arena in self.arenas:
-            self._check_arena(arena)
+            limbo, named = [block for block, _ in arena.limbo], {*arena.references(), *arena.holds}
+            cached = {block for number, block in self.entries if number == arena.number}
+            bundles = {block for mark in self._taken for block in mark.blocks() if arena.number == 0}
+            kept = named | bundles | cached | set(arena.unused)
+            places = sorted(arena.blank + limbo + list(kept - set(limbo)))
+            if places != list(range(arena.reserved, arena.num_blocks)) or (limbo and not self.pending):
+                raise CorruptState(f"[check] arena {arena.number}: a block is in no place or in two: {places}, {limbo}")
         for seq in self.sequences():
             if seq.num_tokens > self._capacity(seq) or len(seq.tokens) > seq.num_tokens:
                 raise CorruptState(f"[check] table and length do not fit ({seq.handle})")
@@ -793,29 +770,6 @@ class ModelPool(CacheModel, AbstractContextManager):
             for group, entry in node.kv.items():
                 if any(self.is_unwritten(self.layers[group], block) for block in entry.blocks):
                     raise CorruptState(f"[check] found before it is written: {entry.blocks}")
-
-    def _check_arena(self, arena: Arena) -> None:
-        """Each block is in one place, and held by pending steps as often as they replaced it."""
-        layers = [layer.index for layer in self.layers if layer.arena is arena]
-        changes = [row.changes[index] for step in self.pending for row in step.rows for index in layers]
-        held = [block for change in changes for _, old, _ in change.replaced for block in old]
-        if sorted(held) != sorted(arena.holds):
-            raise CorruptState("[check] holds differ from what pending steps replaced")
-        limbo = [block for block, _ in arena.limbo]
-        if limbo and not self.pending:
-            raise CorruptState(f"[check] limbo of arena {arena.number} is not empty though no step is pending")
-        named = arena.references().keys() | set(arena.holds)
-        entries = {block: entry for (number, block), entry in self.entries.items() if number == arena.number}
-        bundles = {block for mark in self._taken for block in mark.blocks() if arena.number == 0}
-        kept = named | bundles | entries.keys() | set(arena.unused)
-        places = sorted(arena.blank + limbo + list(kept - set(limbo)))
-        if places != list(range(arena.reserved, arena.num_blocks)):
-            raise CorruptState(f"[check] arena {arena.number}: a block is in no place or in two: {places}")
-        for block in entries.keys() - named - set(limbo):
-            entry = entries[block]
-            is_found = entry.node is not None and entry.node.kv.get(entry.layer.index) is entry
-            if not is_found and not self._covering(entry):
-                raise CorruptState(f"[check] block {block} of arena {arena.number} is kept for nothing")
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()

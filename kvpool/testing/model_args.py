@@ -34,7 +34,6 @@ def own(call: str, value: Any) -> Any:
 
 
 def boolean(call: str, name: str, value: Any) -> bool:
-    """A flag."""
     if not isinstance(value, bool):
         raise TypeError(f"[{call}] {name} is a {type(value).__name__}, a bool is needed")
     return value
@@ -54,7 +53,6 @@ def integer(call: str, name: str, value: Any, low: float = -inf, high: float = i
 
 
 def count(call: str, name: str, value: Any) -> int:
-    """A number of blocks, tokens or sequences."""
     return integer(call, name, value, 0, MAX_INT64)
 
 
@@ -75,12 +73,9 @@ def is_batch(values: Any) -> bool:
 
 
 def refuse_duplicates(call: str, name: str, values: list[int]) -> None:
-    """Refuse a value that comes twice."""
-    seen: set[int] = set()
-    for value in values:
-        if value in seen:
+    for place, value in enumerate(values):
+        if value in values[:place]:
             raise ValueError(f"[{call}] {name} has a duplicate ({value})")
-        seen.add(value)
 
 
 def handles(call: str, values: Any, is_unique: bool = True) -> list[int]:
@@ -114,7 +109,6 @@ def tokens(call: str, values: Any) -> list[int]:
 
 
 def namespace(call: str, value: Any) -> bytes:
-    """A namespace is bytes."""
     if not isinstance(value, bytes):
         raise TypeError(f"[{call}] namespace is a {type(value).__name__} ({value!r}), bytes are needed")
     return value

@@ -59,7 +59,6 @@ class Arena:
         self.empty()
 
     def empty(self) -> None:
-        """Every block is blank."""
         self.blank = list(range(self.num_blocks - 1, self.reserved - 1, -1))  # top = end
         self.limbo: list[tuple[int, int]] = []  # (block, fence), oldest first
         self.raw: dict[int, int] = {}
@@ -84,7 +83,6 @@ class Arena:
         return [block for table in tables for entry in table.entries for block in entry]
 
     def refcount(self, block: int) -> int:
-        """Its references."""
         return self.raw.get(block, 0) + self.names().count(block)
 
     def references(self) -> Counter[int]:
@@ -96,19 +94,15 @@ class Arena:
         return not self.refcount(block) and block not in self.holds and not in_limbo
 
     def available(self) -> int:
-        """How many blocks can be taken."""
         return len(self.blank) + len(self.evictable)
 
     def used(self) -> int:
-        """How many are in use."""
         return self.num_blocks - self.reserved - self.available() - len(self.limbo)
 
     def note_peak(self) -> None:
-        """More blocks are in use."""
         self.counters["peak_used"] = max(self.counters["peak_used"], self.used())
 
     def figures(self) -> dict[str, int]:
-        """What statistics say of the blocks."""
         where = {"num_blocks": self.num_blocks, "reserved": self.reserved, "blank": len(self.blank)}
         where |= {"evictable": len(self.evictable), "limbo": len(self.limbo), "used": self.used()}
         where["shared"] = sum(count > 1 for count in self.references().values())
@@ -129,7 +123,6 @@ class Arena:
         self.blank.append(block)
 
     def take(self) -> int:
-        """The next block."""
         while not self.blank:
             self.evict_oldest()
         block = self.blank.pop()
@@ -147,7 +140,6 @@ class Arena:
             self.leave(block)
 
     def leave(self, block: int) -> None:
-        """Nobody uses the block any more."""
         if self.pool.has_cache:
             self.pool.left.append((self, block))
         else:
@@ -161,14 +153,13 @@ class Arena:
 
     def take_raw(self, count: int) -> list[int]:
         """The next blocks, which get a raw reference."""
-        blocks = [self.take() for _ in range(count)]
-        self.add_raw(blocks)
-        return blocks
+        return self.add_raw([self.take() for _ in range(count)])
 
-    def add_raw(self, blocks: list[int]) -> None:
+    def add_raw(self, blocks: list[int]) -> list[int]:
         """A raw reference of each is added."""
         for block in blocks:
             self.raw[block] = self.raw.get(block, 0) + 1
+        return blocks
 
     def drop_raw(self, blocks: list[int]) -> None:
         """A raw reference of each goes away."""
@@ -207,7 +198,6 @@ class ModelBlocks:
         return int(self.refcounts([args.integer("references", "block", block)])[0])
 
     def _named(self, call: str, ids: Any) -> list[int]:
-        """The blocks that a call names."""
         named, most = args.integers(call, "block id", ids), self._arena.num_blocks
         for block in named:
             if not 0 <= block < most:
@@ -246,7 +236,6 @@ class ModelBlocks:
             raise ValueError(f"[{call}] the prefix cache looks after the content of blocks in this pool")
 
     def alloc(self, n: int | None = None, out: Any = None) -> Any:
-        """Take one block and return its id, or `n` blocks as int32 ``[n]``; raw = refcount = 1."""
         n = args.own("alloc", n)
         if out is not None:
             if not isinstance(out, np.ndarray) or out.dtype != np.int32:
@@ -269,7 +258,6 @@ class ModelBlocks:
 
     @public_call
     def incref(self, ids: Any) -> None:
-        """Add one raw reference to blocks that have a reference; with a prefix cache, one of `alloc`."""
         one = self._arena
         not_taken = ValueError, "was not taken with alloc", lambda block: self.pool.has_cache and not one.raw.get(block)
         one.add_raw(self._judged("incref", ids, not_taken, self._unreferenced, self._overflowing))
@@ -280,14 +268,12 @@ class ModelBlocks:
 
     @public_call
     def free(self, ids: Any) -> None:
-        """Drop the raw reference of blocks that nobody else uses."""
         one = self._arena
         shared: Refusal = ValueError, "is shared", lambda block: one.refcount(block) > 1
         one.drop_raw(self._judged("free", ids, self._not_raw, shared))
 
     @public_call
     def evict(self, n: int) -> int:
-        """Make blocks blank, what leaves first before, until `n` more are or none is evictable; returns how many."""
         one = self._arena
         count = min(args.count("evict", "n", n), len(one.evictable))
         wanted = len(one.blank) + count
@@ -351,7 +337,6 @@ class ModelBlocks:
 
     @public_call
     def mark_cached(self, ids: Any) -> None:
-        """Blocks with a reference and without content become immutable."""
         one = self._arena
         known = ValueError, "is cached already, or was dropped", lambda block: block in one.marked.union(one.dropped)
         one.marked.update(self._judged_in_turn("mark_cached", ids, self._unreferenced, known))

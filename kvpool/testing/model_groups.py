@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from kvpool.errors import ForeignHandle, KVPoolError, OutOfSequences, PlanStateError, PoolClosed, StaleHandle
@@ -52,8 +52,6 @@ class Layers:
 
 @dataclass(eq=False)
 class Table:
-    """What a sequence has in one group."""
-
     entries: list[list[int]] = field(default_factory=list)
     epoch: int = 0
     evicted: int = 0  # tokens that left by eviction
@@ -61,19 +59,14 @@ class Table:
 
 @dataclass(eq=False)
 class Sequence:
-    """An open sequence, or one that is loaded."""
-
     handle: int
     num_tokens: int
     tables: list[Table]
-    #: (handle forked from, newest step id at that moment), for all its ancestors
-    ancestors: list[tuple[int, int]] = field(default_factory=list)
-    #: (step, done tokens) when it was forked from a row of a pending step
-    forked_in: tuple[int, int] | None = None
+    #: (handle forked from, newest step then, tokens that were done then), for all its ancestors
+    ancestors: list[tuple[int, int, int]] = field(default_factory=list)
     point: int = 0  #: `num_tokens` when tokens were evicted last
-    is_loading: bool = False  #: somebody writes its blocks, until `loaded`
+    load: int | None = None  #: tokens that somebody writes into its blocks, until `loaded`
     is_closed: bool = False  #: closed since then
-    load: int = 0  #: tokens that are loaded
     #: what the prefix cache knows: a namespace's root, committed tokens, and how many base blocks hits may find
     root: int | None = None
     tokens: list[int] = field(default_factory=list)
@@ -102,8 +95,6 @@ class Row:
 
 @dataclass(eq=False)
 class Step:
-    """A pending step."""
-
     id: int
     plan: Any = field(repr=False)
     rows: list[Row]
@@ -134,11 +125,6 @@ class Judged:
         for block in entry:
             self.lost[block] += 1
             self.floors[block] = max(self.floors.get(block, 0), tokens)
-
-
-def untagged(text: str) -> str:
-    """A text whose handles have lost the tag of their pool."""
-    return re.sub(r"\d{16,}", lambda number: str(int(number[0]) % 2**LOCAL_BITS), text)
 
 
 def read_groups(groups: Any) -> tuple[Group, ...]:
@@ -261,7 +247,6 @@ class PoolModel:
         return self.arenas[args.integer(call, "arena", arena, 0, len(self.arenas) - 1)]
 
     def _layer(self, call: str, group: Any) -> Layers:
-        """A group that a call names."""
         return self.layers[args.integer(call, "group", group, 0, len(self.layers) - 1)]
 
     def sequences(self) -> list[Sequence]:
@@ -276,10 +261,9 @@ class PoolModel:
     def _find(self, handle: int, any_: bool = False) -> Sequence | None:
         """The open sequence of a handle, with `any_` also one that is loaded."""
         seq = self._made(handle)
-        return None if seq is None or seq.is_closed or (seq.is_loading and not any_) else seq
+        return None if seq is None or seq.is_closed or (seq.load is not None and not any_) else seq
 
     def _sequence(self, call: str, handle: int, any_: bool = False) -> Sequence:
-        """The same, which must be there."""
         if handle < 0:
             raise ValueError(f"[{call}] handle is negative ({handle})")
         seq = self._find(handle, True)
@@ -287,7 +271,7 @@ class PoolModel:
             raise ForeignHandle(f"[{call}] handle of another pool ({handle})")
         if seq is None:
             raise StaleHandle(f"[{call}] handle of a closed sequence ({handle})")
-        if seq.is_loading and not any_:
+        if seq.load is not None and not any_:
             raise PlanStateError(f"[{call}] the sequence is being loaded ({handle})")
         return seq
 
@@ -316,22 +300,19 @@ class PoolModel:
         if n > free:
             raise OutOfSequences(f"[{call}] {n} slots are needed, {free} of {self.options.max_seqs} are free")
 
-    def _pending_rows(self, handle: int) -> list[tuple[int, int]]:
-        """Pending steps that a sequence is a row of, and what it had done before each."""
-        return [(step.id, row.old_length) for step in self.pending for row in step.rows if row.handle == handle]
+    def _pending_rows(self, handle: int, newest: float = inf) -> list[Row]:
+        """What pending steps, none after the `newest`, do to a sequence."""
+        return [row for step in self.pending if step.id <= newest for row in step.rows if row.handle == handle]
 
     def _refuse_pending(self, call: str, seq: Sequence) -> None:
         if self._pending_rows(seq.handle):
             raise PlanStateError(f"[{call}] handle is a row of a pending plan ({seq.handle})")
 
-    def _waits_for(self, seq: Sequence) -> list[tuple[int, int]]:
-        """The same, and the step in the middle of which it was forked, until that passes."""
-        forked = [seq.forked_in] if seq.forked_in else []
-        return self._pending_rows(seq.handle) + [one for one in forked if one[0] in [step.id for step in self.pending]]
-
     def done_length(self, seq: Sequence) -> int:
         """Tokens that no pending step has still to write; of a fork, those that its parent had done."""
-        return min([seq.num_tokens, *(done for _, done in self._waits_for(seq))])
+        before = [row.old_length for row in self._pending_rows(seq.handle)]
+        before += [done for parent, newest, done in seq.ancestors if self._pending_rows(parent, newest)]
+        return min([seq.num_tokens, *before])
 
     def copies_in(self, arena: Arena) -> list[tuple[int, int, int]]:
         """Pending copies: (source, destination, tokens)."""

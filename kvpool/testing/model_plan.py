@@ -88,7 +88,8 @@ class GroupArrays(Arrays):
             moves = [pool.state_move(row, layer) for row in step.rows] + [(-1, -1)] * padding
             self.state_src, self.state_dst = np.array(moves, np.int32).reshape(-1, 2).T.copy()
             return
-        slots = [self._slots(seq.tables[g], p - seq.tables[g].evicted) for seq, p in fresh]
+        places = [(seq.tables[g].entries, p - seq.tables[g].evicted) for seq, p in fresh]
+        slots = [[block * size + p % size for block in entries[p // size]] for entries, p in places]
         slots += [[pads["slot_mapping"]] * columns] * (num_tokens - len(slots))
         self.store("slot_mapping", [entry[c] for c in range(columns) for entry in slots], 0)
         pages = [[e for e in t.entries[: ceil_div(n, size)] if e] for t, n in zip(tables, held, strict=True)]
@@ -108,11 +109,6 @@ class GroupArrays(Arrays):
         self.copies.flags.writeable = False
         self.dirty_rows = np.array(self._dirty(batch, num_rows), np.int32)
 
-    def _slots(self, table: Any, place: int) -> list[int]:
-        """Of a token, in each column."""
-        size = self._layer.block_size
-        return [block * size + place % size for block in table.entries[place // size]]
-
     def _dirty(self, batch: list[Any], num_rows: int) -> list[int]:
         """Rows that changed since they were shown last."""
         if not ROW_FORMATS & set(self._plan.formats):
@@ -130,10 +126,6 @@ class GroupArrays(Arrays):
         """Distrust what was written, so that these rows are dirty when they are shown next."""
         self._memory.update(dict.fromkeys(range(num_rows)))
 
-    @property
-    def kv_lens(self) -> np.ndarray:
-        return self.show("seq_lens")
-
     def show(self, name: str, flat: bool = False) -> np.ndarray:
         """The part of an array that the last step filled; `flat`: without columns, if it has one."""
         if name in ALWAYS:
@@ -150,8 +142,8 @@ class GroupArrays(Arrays):
         return view
 
     def __getattr__(self, name: str) -> np.ndarray:
-        if name in ARRAYS and name not in (*COMMON, "seq_lens"):
-            return self.show(name)
+        if name == "kv_lens" or (name in ARRAYS and name not in (*COMMON, "seq_lens")):
+            return self.show("seq_lens" if name == "kv_lens" else name)
         raise AttributeError(f"this group of the plan has no {name!r}")
 
 
@@ -192,8 +184,8 @@ class ModelPlan(Arrays):
         narrow = narrow or any(layer.kind in ("window", "chunk") for layer in pool.layers)  # kv_starts
         self.longest = MOST if narrow else 2**63 - 1  #: the longest sequence that a step may have
         self._bound: list[tuple[Arrays, str, Any]] = []  # where the arrays of others were
-        self.is_pending, self.step_id, self._size = False, 0, (0, 0)
-        self._remember([], [], [])
+        self.is_pending, self.step_id, self._size, self.num_tokens = False, 0, (0, 0), 0
+        self.handles, self.served = np.zeros(0, np.int64), np.zeros(0, np.uint8)
         self._bind("Plan", out or {})
 
     def _array_dtypes(self, dtype: Any) -> dict[str, np.dtype]:
@@ -268,17 +260,14 @@ class ModelPlan(Arrays):
             if (part.base[name].ctypes.data, part.base[name].shape) != place:
                 raise BufferError(f"[{call}] {name} was resized while it is bound, bind it again")
 
-    def _remember(self, batch: list[Any], new: list[int], served: list[bool]) -> None:
-        self.num_tokens = sum(new)
-        self.handles = np.array([seq.handle for seq in batch], np.int64)
-        self.served = np.array(served, np.uint8)
-
     def fill(
         self, batch: list[Any], new: list[int], served: list[bool], step: Any, shape: tuple[int, int] | None
     ) -> None:
         """Write everything: `batch` as it is after the step, `new` tokens served per row."""
         rows, tokens = self._size = shape or (len(batch), sum(new))
-        self._remember(batch, new, served)
+        self.num_tokens = sum(new)
+        self.handles = np.array([seq.handle for seq in batch], np.int64)
+        self.served = np.array(served, np.uint8)
         fresh = [(seq, p) for seq, n in zip(batch, new, strict=True) for p in range(seq.num_tokens)[-n:] if n]
         self.store("positions", [p for _, p in fresh], tokens, self.pads["positions"])
         self.store("cu_q_lens", _sums(new, rows - len(batch)), 0)

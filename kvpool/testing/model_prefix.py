@@ -54,7 +54,6 @@ class Checkpoint:
     was_hit: bool = False
 
     def blocks(self) -> list[int]:
-        """Those of its states."""
         return [block for bundle in self.bundles.values() for block in bundle]
 
 
@@ -70,7 +69,6 @@ class Node:
     stamp: int = 0
 
     def is_idle(self) -> bool:
-        """Whether its unit may leave."""
         return any(entry.is_idle() for entry in self.kv.values())
 
     def path(self) -> list[Node]:
@@ -86,7 +84,7 @@ class Load:
     """A checkpoint whose states were not copied to slots yet."""
 
     mark: Checkpoint
-    slots: dict[int, int]  #: state group -> slot
+    slots: list[int]  #: of each state group; the first tells whose they are
     step: int | None = None  #: the pending step that does it
 
 
@@ -104,7 +102,6 @@ class ModelPrefix:
 
     @public_call
     def pin(self, tokens: Any, namespace: bytes = b"") -> int:
-        """Open a sequence that holds the largest hit of a prefix, all of which may be one; returns its handle."""
         prompt = args.tokens("pin", tokens)
         found = self.pool._judge_opening("pin", prompt, args.namespace("pin", namespace), False, False, True)
         seq: Sequence = self.pool._begin_at("pin", found)
@@ -116,7 +113,6 @@ class ModelPrefix:
 
     @public_call
     def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
-        """Make the tokens of computed positions known; the blocks that become full can be found."""
         pool = self.pool
         names = args.handles("commit", handles)
         given = args.tokens("commit", tokens)
@@ -141,25 +137,22 @@ class ModelPrefix:
 
     @reading_call
     def wanted(self, handles: Any) -> np.ndarray:
-        """Return the next position of each row at which a step should end, -1: none; int64 ``[S]``."""
         batch = self.pool.batch("wanted", handles)
         return np.array([min([p for p in s.wanted if p > s.num_tokens], default=-1) for s in batch], np.int64)
 
     @reading_call
     def bundle(self, handle: int, group: int) -> np.ndarray:
-        """Return the blocks of a state that a loader fills, or that no step has loaded yet."""
         pool, seq = self.pool, self.pool.one("bundle", handle, True)
         if group not in [layer.index for layer in pool.states]:
             raise ValueError(f"[bundle] group {group} is no group of states")
-        slots = [slot for entry in seq.tables[group].entries for slot in entry]
-        marks = [load.mark for load in pool._loads if load.slots[group] in slots]
-        if seq.is_loading:
-            marks = pool._marks_of(seq)
+        marks = pool._marks_of(seq)
+        if seq.load is None:
+            slots = seq.tables[pool.states[0].index].entries
+            marks = [load.mark for load in pool._loads if [load.slots[0]] in slots]
         return np.array(marks[0].bundles[group] if marks else [], np.int32)
 
     @public_call
     def flush(self, namespace: bytes | None = None) -> int:
-        """Forget every node of a namespace, or of all; returns how many blocks became blank."""
         if namespace is not None:
             args.namespace("flush", namespace)
         count: int = self.pool._flush(namespace)
@@ -237,14 +230,13 @@ class CacheModel(PoolModel):
 
     def _most_nodes(self) -> int:
         """Base blocks of all that full groups hold, and of one entry of each row."""
-        per_arena: dict[int, int] = {}
+        held = [0] * len(self.arenas)
         for layer in self._full:
-            held = layer.arena.num_blocks // layer.columns * (layer.block_size // self.block_size)
-            per_arena[layer.arena.number] = max(held, per_arena.get(layer.arena.number, 0))
-        return (sum(per_arena.values()) or 2**20) + self.options.max_seqs * (self._grain // self.block_size)
+            most = layer.arena.num_blocks // layer.columns * (layer.block_size // self.block_size)
+            held[layer.arena.number] = max(held[layer.arena.number], most)
+        return (sum(held) or 2**20) + self.options.max_seqs * (self._grain // self.block_size)
 
     def _sweep(self) -> None:
-        """Forget nodes that nobody needs."""
         needed: set[Node] = set()
         ends = [node for node in self._nodes.values() if node.kv or node.checkpoint]
         for node in [*ends, *(entry.node for entry in self.entries.values()), *(s.node for s in self.sequences())]:
@@ -307,7 +299,6 @@ class CacheModel(PoolModel):
         return max(victims, key=self._age)
 
     def _is_free(self, mark: Checkpoint) -> bool:
-        """Whether a checkpoint may leave."""
         return mark.step is None and not self._is_loaded(mark)
 
     def _is_loaded(self, mark: Checkpoint) -> bool:
@@ -398,10 +389,10 @@ class CacheModel(PoolModel):
 
     def _hand_over(self, entry: Entry) -> None:
         """Nobody names an entry of checkpoints: the first row that has still to load one has its own in its place."""
-        slots = [place for load in self._loads for place in load.slots.items()]
-        for seq in self.sequences():
-            states = [(layer.index, slot) for layer in self.states for (slot,) in seq.tables[layer.index].entries]
-            for layer, blocks in self._ending(seq, len(entry.node.prefix)) if set(states) & set(slots) else ():
+        slots = [load.slots[:1] for load in self._loads]
+        for seq in self.sequences() if slots else ():
+            waits = any(slot in slots for slot in seq.tables[self.states[0].index].entries)
+            for layer, blocks in self._ending(seq, len(entry.node.prefix)) if waits else ():
                 own = self.entries.get((layer.arena.number, blocks[0]))
                 if layer is entry.layer and own is not None and own is not entry and own.node is entry.node:
                     self._replace_tails([own])  # which blanks the other one
@@ -480,11 +471,9 @@ class CacheModel(PoolModel):
     # ---- checkpoints --------------------------------------------------------------------------------------
 
     def _marks_of(self, seq: Sequence) -> list[Checkpoint]:
-        """What a row took and did not publish."""
         return [mark for mark in self._taken if mark.owner == seq.handle]
 
     def _is_crowded(self) -> bool:
-        """There is room for no checkpoint more."""
         return len(self._taken) == self._most_nodes() // NODES_PER_CHECKPOINT + 1
 
     def _has_room(self) -> bool:
@@ -570,7 +559,7 @@ class CacheModel(PoolModel):
     def _begin_load(self, seq: Sequence, mark: Checkpoint) -> None:
         """The first step that reads the states of a row copies them from a checkpoint."""
         if self.states:
-            self._loads.append(Load(mark, {g.index: seq.tables[g.index].entries[0][0] for g in self.states}))
+            self._loads.append(Load(mark, [seq.tables[g.index].entries[0][0] for g in self.states]))
 
     def _end_load(self, load: Load) -> None:
         mark = load.mark
@@ -581,8 +570,7 @@ class CacheModel(PoolModel):
     def _end_idle_loads(self) -> None:
         """Nobody will read what these would load."""
         for load in list(self._loads):
-            group, slot = next(iter(load.slots.items()))
-            if load.step is None and not self.layers[group].arena.refcount(slot):
+            if load.step is None and not self.states[0].arena.refcount(load.slots[0]):
                 self._end_load(load)
 
     def state_move(self, row: Row, layer: Layers) -> tuple[int, int]:
@@ -603,8 +591,7 @@ class CacheModel(PoolModel):
             if row.length == row.old_length:
                 continue
             for load in self._loads:
-                group, slot = next(iter(load.slots.items()))
-                if load.step is None and self.state_move(row, self.layers[group])[0] == slot:
+                if load.step is None and self.state_move(row, self.states[0])[0] == load.slots[0]:
                     load.step = step.id
                     loads.append(load)
                     if load.mark.node is not None:  # what others have may leave while the step is pending
@@ -618,9 +605,9 @@ class CacheModel(PoolModel):
                     self.counters["checkpoints_taken"] += 1
         rows = {row.handle: row for row in step.rows}
         saved = [(mark, rows[mark.owner]) for mark in self._taken if mark.step == step.id]
-        for g in self.states:
+        for k, g in enumerate(self.states):
             part, width = step.plan.groups[g.index], 1 + g.group.blocks
-            begun = [[load.slots[g.index], *load.mark.bundles[g.index]] for load in loads]
+            begun = [[load.slots[k], *load.mark.bundles[g.index]] for load in loads]
             ended = [[self.state_move(row, g)[1], *mark.bundles[g.index]] for mark, row in saved]
             part.state_loads = np.array(begun, np.int32).reshape(-1, width)
             part.state_saves = np.array(ended, np.int32).reshape(-1, width)
@@ -628,7 +615,7 @@ class CacheModel(PoolModel):
     def _forget_row(self, seq: Sequence) -> None:
         """A row goes on without the cache."""
         seq.root, seq.node, seq.wanted = None, None, []
-        for mark in self._marks_of(seq) if not seq.is_loading else ():
+        for mark in self._marks_of(seq) if seq.load is None else ():
             self._give_up(mark)
 
     def _flush(self, namespace: bytes | None) -> int:

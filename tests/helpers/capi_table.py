@@ -10,26 +10,15 @@ from pathlib import Path
 import kvpool
 
 HEADER = Path(kvpool.__file__).parent / "include" / "kvpool.h"
-NUMBERS = {
-    "int": ctypes.c_int,
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "uint32_t": ctypes.c_uint32,
-    "uint64_t": ctypes.c_uint64,
+NUMBERS = {"int": ctypes.c_int} | {
+    name: getattr(ctypes, f"c_{name[:-2]}") for name in ("int32_t", "int64_t", "uint32_t", "uint64_t")
 }
-KV_TO_PYTHON = {
-    1: kvpool.OutOfBlocks,
-    2: kvpool.OutOfSequences,
-    3: kvpool.StaleHandle,
-    4: kvpool.errors.ForeignHandle,
-    5: kvpool.CapacityExceeded,
-    6: kvpool.PlanStateError,
-    7: kvpool.errors.ConcurrentUse,
-    8: kvpool.errors.PoolClosed,
-    9: ValueError,
-    10: TypeError,
-    11: MemoryError,
-}
+ERRORS = (
+    *(kvpool.OutOfBlocks, kvpool.OutOfSequences, kvpool.StaleHandle, kvpool.errors.ForeignHandle),
+    *(kvpool.CapacityExceeded, kvpool.PlanStateError, kvpool.errors.ConcurrentUse, kvpool.errors.PoolClosed),
+    *(ValueError, TypeError, MemoryError),
+)
+KV_TO_PYTHON = dict(enumerate(ERRORS, 1))
 
 
 def clean(text):

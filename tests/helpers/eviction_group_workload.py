@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from eviction_workload import EvictingRunner, draw_policy, leave_out_beams
+from eviction_workload import EvictingRunner, alone, draw_policy, leave_out_beams
 from group_workload import Arenas, draw_groups, needs_alone, with_prefixes
 from scheduler_workload import Workload, tokens_needed
 
@@ -20,16 +20,13 @@ def needs_evicting(
     policy: Policy, request: Request, pool: dict[str, Any], chunk: int, caches: bool
 ) -> tuple[list[int], list[int]]:
     """As `needs_alone`, but the full group keeps a budget: the rules of docs/scheduling.md."""
-    full, tokens, most = pool["groups"][0], tokens_needed(request), policy.max_kv - 1
+    full, tokens = pool["groups"][0], tokens_needed(request)
     size = full.block_size or pool["block_size"]
-    entries = -(-tokens // size)
-    held = -(-min(tokens, most + chunk) // size), min(entries, (most + chunk + size - 2) // size + 1)
-    copies = 0
-    if caches and tokens > policy.max_kv:
-        copies = 1 + (0 if policy.whole_blocks else -(-most // size))
-    found = needs_alone(request, pool, chunk)
-    for needs, own in zip(found, held, strict=True):
-        needs[0] += (own + copies - entries) * full.columns
+    found, entries, most = needs_alone(request, pool, chunk), -(-tokens // size), policy.max_kv - 1 + chunk
+    own = alone(policy, request, size, chunk, caches)
+    loose = min(entries, (most + size - 2) // size + 1) - -(-min(tokens, most) // size)  # they begin anywhere in blocks
+    for needs, held in zip(found, (own - loose, own), strict=True):
+        needs[0] += (held - entries) * full.columns
     return found
 
 

@@ -7,6 +7,7 @@ digest, so what a policy must choose follows from the list too.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,31 +43,24 @@ class EvictedMemory(TokenMemory):
 
     def copy_blocks(self, copies: Any) -> None:
         self._fails("copy_blocks")
-        self._copy(np.asarray(copies, np.int64))
+        self._copy(copies)
 
     def compact(self, blocks: Any, keep: np.ndarray) -> None:
         places = np.arange(self.block_size)
         slots = (np.asarray(blocks, np.int64)[:, None] * self.block_size + places).ravel()
         read, write = slots[np.asarray(keep)[0, 0]], slots[: np.shape(keep)[-1]]
-        for plane in (self.position, self.history, self.value):
+        for plane in self.planes:
             kept = plane[read]
             plane[write[: len(kept) // 2]] = kept[: len(kept) // 2]
             self._fails("compact")  # half done
             plane[write] = kept
 
-    def _forward(self, tokens, plan, slots, seq_lens, q_lens, salts):  # type: ignore[no-untyped-def]
-        row = np.repeat(np.arange(q_lens.size), q_lens)
-        offset = np.arange(row.size) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
-        self._copy(np.asarray(plan.copies, np.int64))
-        begins = seq_lens - q_lens
-        positions = np.asarray(plan.positions[: row.size], np.int64)
-        self._write(tokens, slots, positions, row, offset, self._before(plan, begins, salts))
-        self.rows, states = [], []
-        for i, (length, new) in enumerate(zip(seq_lens.tolist(), q_lens.tolist(), strict=True)):
-            read = self._slots(plan, np.full(length, i), np.arange(length))
-            self.rows.append((self.position[read], self.value[read]))
-            states.append(np.cumsum(self.value[read], dtype=np.uint64)[length - new :])
-        return np.concatenate(states)
+    def forward(self, tokens: Any, plan: Any, salts: Any = 0) -> np.ndarray:
+        self.rows = []
+        return super().forward(tokens, plan, salts)
+
+    def read(self, row: int, context: np.ndarray) -> None:
+        self.rows.append((self.position[context], self.value[context]))
 
 
 def score_of(values: np.ndarray) -> np.ndarray:
@@ -232,16 +226,13 @@ class EvictingRunner(Runner):
             scores[row, 0, : len(values)] = score_of(values)
         first = step.sample_position == 0
         handle_of = dict(zip(step.lanes.tolist(), step.handles.tolist(), strict=True))
-        for lane, request in zip(step.sample_lane[first].tolist(), self.requests_of(step, first), strict=True):
-            handle = handle_of[lane]
-            self.at_end_of_prompt[request] = self.oracle.held[handle], self.oracle.values[handle]
+        for at in np.flatnonzero(first):
+            handle = handle_of[int(step.sample_lane[at])]
+            self.at_end_of_prompt[step.requests[at].id] = self.oracle.held[handle], self.oracle.values[handle]
         self.oracle.begin(step.lanes, lens)
         for layer in range(len(self.oracle.memory.scores)):
             self.oracle.observe(layer, scores)
         return super().sample(step, states)
-
-    def requests_of(self, step: Any, chosen: np.ndarray) -> list[Any]:
-        return [request.id for request, is_first in zip(step.requests, chosen.tolist(), strict=True) if is_first]
 
     def _judge(self, output: Any, request: Request) -> None:
         if self.roomy(request):
@@ -252,13 +243,6 @@ class EvictingRunner(Runner):
         self.expected = dict(expected)
         for name in self.added:
             if not self.roomy(self.requests[name]) and (name, 0) not in self.outputs:
-                self.expected[name] = [Tokens(self.scheduler.tokens_of(name))]
+                self.expected[name] = [SimpleNamespace(tokens=self.scheduler.tokens_of(name))]  # nobody knows better
         super().check()
         self.expected = expected
-
-
-class Tokens:
-    """What stands where nobody knows better."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens

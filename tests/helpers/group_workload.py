@@ -1,19 +1,17 @@
 """Random workloads for `kvpool.Scheduler` on pools with layer groups, in which each arena is the bottleneck in turn.
 
-The requests and options are those of `scheduler_workload`. `GroupMemory` stands for the storage of the first group,
-which is full; what the others hold is judged by `tests.verify`. Needs are counted here by sets of entries, not by the
-scheduler's formulas.
+The requests and options are those of `scheduler_workload`. What the first group holds, which is full, is judged by the
+token model, and the others by `tests.verify`. Needs are counted here by sets of entries, not by the scheduler's
+formulas.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from scheduler_workload import Guest, Runner, Workload, draw, tokens_needed
-from token_model import TokenMemory
 
 from kvpool import Group, Request
 
@@ -84,16 +82,8 @@ def draw_groups(seed: int) -> Workload:
     workload.tier = False
     chunk = min(scheduler["prefill_chunk"], scheduler["max_step_tokens"])
     window = int(rng.integers(2, 20))
-    pool: dict[str, Any] = {
-        "block_size": size,
-        "reserved_blocks": workload.pool["reserved_blocks"],
-        "watermark": workload.pool["watermark"],
-        "in_order": workload.pool["in_order"],
-        "max_seqs": workload.pool["max_seqs"],
-        "max_blocks_per_seq": 200,
-        "lookahead": int(rng.integers(0, min(3, window))),
-        "prefix_cache": False,
-    }
+    pool = workload.pool | {"block_size": size, "prefix_cache": False, "max_blocks_per_seq": 200}
+    pool["lookahead"] = int(rng.integers(0, min(3, window)))
     kinds = [
         Group.full(block_size=size * int(rng.choice([1, 2, 4])), columns=int(rng.integers(1, 3))),
         Group.window(
@@ -139,36 +129,6 @@ def with_prefixes(workload: Workload) -> Workload:
     return workload
 
 
-class GroupMemory:
-    """The memory of the first column of group 0, driven by the plans of a pool with layer groups."""
-
-    def __init__(self, memory: TokenMemory) -> None:
-        self.memory = memory
-
-    def _view(self, plan: Any) -> Any:
-        """What the plan of a pool without groups would say."""
-        part, common = plan.groups[0], ("cu_q_lens", "positions", "handles", "num_tokens")
-        return SimpleNamespace(
-            seq_lens=part.kv_lens,
-            block_tables=part.block_tables[:, :, 0],
-            slot_mapping=part.slot_mapping[0],
-            copies=part.copies,
-            **{name: getattr(plan, name) for name in common},
-        )
-
-    def forward(self, tokens: Any, plan: Any, salts: Any) -> np.ndarray:
-        """As `TokenMemory.forward`."""
-        return self.memory.forward(tokens, self._view(plan), salts)
-
-    def spoil(self, plan: Any) -> None:
-        """What a forward leaves that breaks off."""
-        self.memory.spoil(self._view(plan))
-
-    def poison(self, blocks: Any) -> None:
-        """Forget blocks of arena 0 that nobody holds."""
-        self.memory.poison(blocks)
-
-
 class GroupGuest(Guest):
     """Somebody else in the same pool, with sequences."""
 
@@ -191,11 +151,8 @@ class GroupGuest(Guest):
 class Arenas(Runner):
     """What is other on a pool with layer groups: needs of each arena, and who else is there."""
 
-    memory: Any
-
     def __init__(self, workload: Workload, *given: Any, **options: Any) -> None:
         super().__init__(workload, *given, **options)
-        self.memory = GroupMemory(self.memory)
         self.guest = GroupGuest(self.pool, self.rng)
         self.watch.strict = False
         self.watch.checkpoints = bool(workload.pool["prefix_cache"])
@@ -207,23 +164,11 @@ class Arenas(Runner):
         return needs_alone(request, self.workload.pool, chunk)
 
     def fits(self, request: Request) -> tuple[bool, bool]:
-        """Whether a request may fit the pool, and whether it must."""
         options = self.workload.scheduler
         least, most = self.needs(request, min(options["prefill_chunk"], options["max_step_tokens"]))
         usable = [stats.num_blocks - stats.reserved for stats in map(self.pool.stats, range(self.num_arenas))]
         usable[0] -= self.pool.options.watermark
         return all(map(int.__le__, least, usable)), all(map(int.__le__, most, usable))
-
-    def need(self, request: Request) -> int:
-        """As `Runner` asks: no more than `usable` if the request may fit."""
-        return 0 if self.fits(request)[0] else self.usable() + 1
-
-    def _refuse(self, request: Request, reason: str) -> None:
-        if reason == "too_large" and request.beam_width <= self.workload.scheduler["max_running"]:
-            assert not self.fits(request)[1], f"{request.id} fits"
-            self.refused.add(request.id)
-            return
-        super()._refuse(request, reason)
 
     def _finish(self) -> None:
         super()._finish()
@@ -242,15 +187,11 @@ class GroupRunner(Arenas):
     """Runs a workload on a pool with layer groups."""
 
     def _execute(self, step: Any, tick: int) -> None:
-        self._promises_hold(step)
-        super()._execute(step, tick)
-
-    def _promises_hold(self, step: Any) -> None:
-        """Nobody else took blocks, so every running sequence is a row while the budget lasts."""
-        options = self.workload.scheduler
-        if self.workload.guests or not options["mixed"] or any(r.beam_width for r in self.requests.values()):
-            return
-        counts = self.scheduler.stats()
-        if len(step.tokens) < options["max_step_tokens"] and all(map(self.pool.is_open, step.handles.tolist())):
+        """Where nobody else takes blocks, every running sequence is a row while the budget lasts."""
+        options, counts = self.workload.scheduler, self.scheduler.stats()
+        alone = not self.workload.guests and not any(r.beam_width for r in self.requests.values())
+        has_room = len(step.tokens) < options["max_step_tokens"] and options["mixed"]
+        if alone and has_room and all(map(self.pool.is_open, step.handles.tolist())):
             running = counts.prefilling + counts.decoding
             assert running == len(step.handles), f"{running} sequences run, {len(step.handles)} are rows"
+        super()._execute(step, tick)

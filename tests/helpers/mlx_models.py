@@ -15,6 +15,15 @@ generate = sys.modules[generate_step.__module__]  # mlx_lm.generate is a functio
 VOCAB = 320
 WINDOW = 8  # of sliding layers: shorter than most prompts
 SEED = 7
+SIZES = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+}
 
 # How the adapter can attend, as options of install: over the pool itself; by the kernels' gather; by plain MLX.
 ROUTES = {"fused": {"fused": True}, "gathered": {"fused": False}, "plain": {"kernels": False}}
@@ -62,20 +71,14 @@ def randomized(model):
     return model
 
 
+def tiny(module, **options):
+    """The model of a file of mlx-lm."""
+    settings = {"model_type": module.__name__.rpartition(".")[2]} | SIZES | options
+    return randomized(module.Model(module.ModelArgs(**settings)))
+
+
 def tiny_llama(**options):
-    settings = {
-        "model_type": "llama",
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": False,
-    }
-    return randomized(llama.Model(llama.ModelArgs(**(settings | options))))
+    return tiny(llama, **({"head_dim": 8, "tie_word_embeddings": False} | options))
 
 
 def tiny_sliding_llama():
@@ -85,42 +88,13 @@ def tiny_sliding_llama():
 
 
 def tiny_gemma3():
-    return randomized(
-        gemma3_text.Model(
-            gemma3_text.ModelArgs(
-                model_type="gemma3_text",
-                hidden_size=48,
-                num_hidden_layers=4,
-                intermediate_size=64,
-                num_attention_heads=4,
-                head_dim=8,
-                vocab_size=VOCAB,
-                num_key_value_heads=2,
-                query_pre_attn_scalar=8,
-                sliding_window=WINDOW,
-                sliding_window_pattern=3,
-            )
-        )
-    )
+    more = {"query_pre_attn_scalar": 8, "sliding_window": WINDOW, "sliding_window_pattern": 3, "rms_norm_eps": 1e-6}
+    return tiny(gemma3_text, num_hidden_layers=4, head_dim=8, **more)
 
 
 def tiny_gpt_oss():
-    return randomized(
-        gpt_oss.Model(
-            gpt_oss.ModelArgs(
-                num_hidden_layers=4,
-                num_local_experts=4,
-                num_experts_per_tok=2,
-                vocab_size=VOCAB,
-                hidden_size=48,
-                intermediate_size=32,
-                head_dim=8,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                sliding_window=WINDOW,
-            )
-        )
-    )
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": WINDOW}
+    return tiny(gpt_oss, num_hidden_layers=4, head_dim=8, **more)
 
 
 def random_prompts(lengths, seed=1):

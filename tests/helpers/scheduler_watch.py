@@ -234,9 +234,8 @@ class Watch:
         # (A pool in order cannot roll a failed step back: its rows start over.)
         assert counts.preemptions <= most * (counts.sampled_tokens + self.failures), f"too many preemptions: {counts}"
 
-    def finished(self, requests: Any, added: dict[int, int], outputs: Any) -> None:
-        """The whole run: who was admitted before whom, and what was counted."""
-        self._order(requests, added, outputs)
+    def finished(self, requests: Any, outputs: Any) -> None:
+        """The whole run: what was counted."""
         counts = self.scheduler.stats()
         ended = [output.finish_reason for output in outputs.values()]
         assert (counts.cancelled, counts.expired) == (ended.count("cancelled"), ended.count("deadline")), counts
@@ -254,22 +253,3 @@ class Watch:
                 computed = counts.prefill_tokens + counts.decode_tokens
                 assert computed + counts.hit_tokens == total, f"{total} tokens to compute, {counts}"
                 assert counts.hit_tokens == sum(output.num_cached for output in outputs.values())
-
-    def _order(self, requests: Any, added: dict[int, int], outputs: Any) -> None:
-        """Within a tenant: few pass who came first, unless their priority is higher, or they are older by then."""
-        times: dict[int, Any] = {}
-        for (name, _), output in outputs.items():
-            times.setdefault(name, output.times)
-        names = sorted(times, key=lambda name: added[name])
-        for tenant in {requests[name].tenant for name in names}:
-            mine = [name for name in names if requests[name].tenant == tenant]
-            began = {name: times[name].admitted for name in mine if times[name].admitted is not None}
-            rank = {}
-            for place, name in enumerate(mine):
-                age = sum(when < times[name].arrived for when in began.values())
-                rank[name] = (age - self.options.get("ageing", 256) * requests[name].priority, place)
-            for name in mine:
-                gone = began.get(name, times[name].finished)
-                since = times[name].arrived
-                late = [one for one, when in began.items() if since < when < gone and rank[one] > rank[name]]
-                assert len(late) <= self.options.get("overtake", 16), f"{late} passed {name}"

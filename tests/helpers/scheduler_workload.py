@@ -31,9 +31,8 @@ class Workload:
     pool: dict[str, Any]
     scheduler: dict[str, Any]
     arrivals: list[tuple[int, Request]]  # tick, request; ids are 0, 1, 2, ...
-    cancels: dict[int, tuple[int, str]] = field(
-        default_factory=dict
-    )  # request: tick, moment ("before", "out", "after")
+    #: request: tick, moment ("before", "out", "after")
+    cancels: dict[int, tuple[int, str]] = field(default_factory=dict)
     fail_rate: float = 0.0
     guests: bool = False  # somebody else uses the pool, too
     tier: bool = False  # KV may be spilled
@@ -43,9 +42,7 @@ class Workload:
     drafts: float | None = None  # how often a drafted token is right; None: nobody drafts
 
     def __str__(self) -> str:
-        return (
-            f"workload seed {self.seed}: Pool({self.pool}) Scheduler({self.scheduler}), {len(self.arrivals)} requests"
-        )
+        return f"workload {self.seed}: Pool({self.pool}) Scheduler({self.scheduler}), {len(self.arrivals)} requests"
 
 
 def tokens_needed(request: Request) -> int:
@@ -208,10 +205,8 @@ def draw_scheduler(rng: np.random.Generator, max_running: int, pressed: bool) ->
     if rng.random() < 0.1:
         options["max_model_len"] = int(rng.integers(40, 100))
     if rng.random() < 0.15:
-        options["pad_to"] = (
-            max_running + int(rng.integers(0, 4)),
-            max(max_running, options["max_step_tokens"]) + int(rng.integers(0, 9)),
-        )
+        rows, tokens = max_running, max(max_running, options["max_step_tokens"])
+        options["pad_to"] = rows + int(rng.integers(0, 4)), tokens + int(rng.integers(0, 9))
     return options
 
 
@@ -219,14 +214,8 @@ def expected_of(model: TokenModel, request: Request) -> list[Any]:
     """What decoding alone makes of a request, one result per output."""
     how = {"eos": request.eos, "stop": request.stop, "salt": salt_of(request.namespace)}
     if request.beam_width:
-        return model.beam(
-            request.prompt,
-            request.max_tokens,
-            request.beam_width,
-            request.n,
-            length_penalty=request.length_penalty,
-            **how,
-        )
+        how["length_penalty"] = request.length_penalty
+        return model.beam(request.prompt, request.max_tokens, request.beam_width, request.n, **how)
     return [model.solo(request.prompt, request.max_tokens, seed=request.user, index=i, **how) for i in range(request.n)]
 
 
@@ -415,7 +404,7 @@ class Runner:
             if turns is not None:
                 turns.arrive(request)
             self.requests[name] = request
-            assert request.beam_width or self.need(request) <= self.usable()
+            assert self.fits(request)[0]
             assert tokens_needed(request) <= self.workload.scheduler.get("max_model_len", 10**9)
             self.added[name] = self.now
         return later
@@ -427,6 +416,11 @@ class Runner:
     def usable(self) -> int:
         return self.pool.num_blocks - self.pool.options.reserved_blocks - self.pool.options.watermark
 
+    def fits(self, request: Request) -> tuple[bool, bool]:
+        """Whether a request may fit the pool, and whether it must."""
+        fits = self.need(request) <= self.usable()
+        return fits or request.beam_width > 0, fits
+
     def _refuse(self, request: Request, reason: str) -> None:
         self.refused.add(request.id)
         if reason == "too_long":
@@ -434,7 +428,7 @@ class Runner:
             return
         assert reason == "too_large", reason
         too_wide = request.beam_width > self.workload.scheduler["max_running"]
-        assert too_wide or self.need(request) > self.usable(), f"{request.id} fits"
+        assert too_wide or not self.fits(request)[1], f"{request.id} fits"
 
     def _cancel(self, tick: int, moment: str) -> None:
         for name, (when, where) in self.workload.cancels.items():
@@ -530,9 +524,7 @@ class Runner:
             tokens[rows] = self.model.sample(states[rows], seeds, index, position)
         logprobs = np.take_along_axis(self.model.logprobs(states), tokens[:, None].astype(np.int64), axis=1)[:, 0]
         of_beams = np.flatnonzero(step.beam_width)
-        beams = None
-        if of_beams.size:
-            beams = self.model.top(states[of_beams], 2 * int(step.beam_width.max()))
+        beams = self.model.top(states[of_beams], 2 * int(step.beam_width.max())) if of_beams.size else None
         return tokens, logprobs, beams
 
     def _collect(self, outputs: list[Any]) -> None:
@@ -603,4 +595,4 @@ class Runner:
         counts = self.scheduler.stats()
         assert (counts.waiting, counts.prefilling, counts.decoding, counts.spilled) == (0, 0, 0, 0), counts
         assert counts.rejected >= len(self.refused)
-        self.watch.finished(self.requests, self.added, self.outputs)
+        self.watch.finished(self.requests, self.outputs)

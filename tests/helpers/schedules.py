@@ -4,6 +4,7 @@
 """
 
 import numpy as np
+from token_model import why_finished
 
 VOCABULARY = 50
 
@@ -33,12 +34,8 @@ def greedy(request):
     while True:
         tokens.append(next_token(known))
         known.append(tokens[-1])
-        if tokens[-1] in request.eos:
-            return tokens, "eos"
-        if any(tuple(tokens[-len(stop) :]) == stop for stop in request.stop):
-            return tokens, "stop"
-        if len(tokens) == request.max_tokens:
-            return tokens, "length"
+        if reason := why_finished(tokens, request.max_tokens, request.eos, request.stop):
+            return tokens, reason
 
 
 class Machine:

@@ -22,14 +22,9 @@ class Server:
 
     def __init__(self, *arguments, model="tiny", program=("-m", "kvpool"), **variables):
         command = [sys.executable, *program, "serve", "--model", model, "--port", "0", "--json", *arguments]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ
-            | {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"}
-            | variables,
-        )
+        usual = {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, **pipes, env=os.environ | usual | variables)
         self.errors = []
         self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)
         self._reader.start()
@@ -104,11 +99,6 @@ class Server:
                 return found
             pause.wait(0.1)
         raise AssertionError(f"requests are left: {found}")
-
-    def rss(self):
-        """Resident bytes of the process."""
-        with open(f"/proc/{self.process.pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def stop(self):
         """End it; returns (status, what it wrote to stderr)."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,11 +195,24 @@ class TokenModel:
         return done[:n]
 
 
-class TokenMemory:
-    """A `TokenModel` over the slots of a pool, driven by plans alone.
+def first_group(plan: Any) -> Any:
+    """What a plan says of the first column of group 0, as the plan of a pool of one group does."""
+    if len(getattr(plan, "groups", ())) < 2:
+        return plan
+    part, common = plan.groups[0], ("cu_q_lens", "positions", "handles", "num_tokens")
+    return SimpleNamespace(
+        seq_lens=part.kv_lens,
+        block_tables=part.block_tables[:, :, 0],
+        slot_mapping=part.slot_mapping[0],
+        copies=part.copies,
+        **{name: getattr(plan, name) for name in common},
+    )
 
-    The plan needs the formats block_tables, seq_lens, slot_mapping and cu_q_lens; positions are compared when they are
-    there. O(context of the batch) per forward, vectorised.
+
+class TokenMemory:
+    """A `TokenModel` over the slots of a pool, driven by plans alone: by group 0, where a pool has several.
+
+    The plan needs the formats block_tables, seq_lens, slot_mapping and cu_q_lens.
 
     Parameters
     ----------
@@ -213,31 +227,28 @@ class TokenMemory:
         self.position = np.full(num_blocks * block_size, _EMPTY, np.int64)
         self.history = np.full(num_blocks * block_size, _POISON, np.uint64)
         self.value = np.full(num_blocks * block_size, _POISON, np.uint64)
+        self.planes = (self.position, self.history, self.value)
 
     def poison(self, blocks: Any) -> None:
         """Forget these blocks: reading them is an error from now on. For blocks that nobody holds."""
-        blocks = np.asarray(blocks, np.int64)
-        for plane, value in ((self.position, _EMPTY), (self.history, _POISON), (self.value, _POISON)):
-            plane.reshape(-1, self.block_size)[blocks] = value
+        for plane, value in zip(self.planes, (_EMPTY, _POISON, _POISON), strict=True):
+            plane.reshape(-1, self.block_size)[np.asarray(blocks, np.int64)] = value
 
     def save(self, blocks: Any) -> tuple[np.ndarray, ...]:
         """A copy of what these blocks hold, for `load`: what a tier keeps."""
-        blocks = np.asarray(blocks, np.int64)
-        return tuple(p.reshape(-1, self.block_size)[blocks] for p in (self.position, self.history, self.value))
+        return tuple(plane.reshape(-1, self.block_size)[np.asarray(blocks, np.int64)] for plane in self.planes)
 
     def load(self, kept: tuple[np.ndarray, ...], blocks: Any) -> None:
         """Put what was saved into other blocks."""
-        blocks = np.asarray(blocks, np.int64)
-        for plane, part in zip((self.position, self.history, self.value), kept, strict=True):
-            plane.reshape(-1, self.block_size)[blocks] = part[: blocks.size]
+        for plane, part in zip(self.planes, kept, strict=True):
+            plane.reshape(-1, self.block_size)[np.asarray(blocks, np.int64)] = part[: len(blocks)]
 
     def spoil(self, plan: Any) -> None:
         """What a forward leaves that breaks off: copies done, half of the writes, wrong."""
-        self._copy(np.asarray(plan.copies, np.int64))
-        slots = np.asarray(plan.slot_mapping[: plan.num_tokens], np.int64)[::2]
-        for plane in (self.history, self.value):
-            plane[slots] = _POISON
-        self.position[slots] = _EMPTY
+        plan = first_group(plan)
+        self._copy(plan.copies)
+        for plane, value in zip(self.planes, (_EMPTY, _POISON, _POISON), strict=True):
+            plane[np.asarray(plan.slot_mapping[: plan.num_tokens], np.int64)[::2]] = value
 
     def forward(self, tokens: Any, plan: Any, salts: Any = 0) -> np.ndarray:
         """Copies, then writes, then reads, as a backend does with a plan.
@@ -261,99 +272,55 @@ class TokenMemory:
         AssertionError
             The arrays contradict each other, or a slot of a context does not hold what was written for its position.
         """
-        num_rows, num_tokens = len(plan.handles), int(plan.num_tokens)
-        seq_lens = np.asarray(plan.seq_lens[:num_rows], np.int64)
-        cu_q_lens = np.asarray(plan.cu_q_lens[: num_rows + 1], np.int64)
-        slots = np.asarray(plan.slot_mapping[:num_tokens], np.int64)
-        tokens = np.asarray(tokens, np.int64)
-        assert tokens.shape == slots.shape, f"{tokens.size} tokens for {slots.size} slots"
-        assert cu_q_lens[-1] == num_tokens, f"cu_q_lens ends at {cu_q_lens[-1]}, the plan has {num_tokens} tokens"
-        q_lens = np.diff(cu_q_lens)
-        assert (q_lens <= seq_lens).all(), "a row has more new tokens than tokens"
-        return self._forward(tokens, plan, slots, seq_lens, q_lens, np.asarray(salts, np.uint64))
+        plan, tokens = first_group(plan), np.asarray(tokens, np.int64)
+        slots = np.asarray(plan.slot_mapping[: plan.num_tokens], np.int64)
+        ends = plan.cu_q_lens[: len(plan.handles) + 1].tolist()
+        assert len(tokens) == len(slots) == ends[-1], f"{tokens.size} tokens, {slots.size} slots, they end at {ends}"
+        assert ((slots >= 0) & (slots < self.position.size)).all(), "slot_mapping names a slot outside the pool"
+        assert np.unique(slots).size == slots.size, "two tokens are written to one slot"
+        self._copy(plan.copies)
+        contexts = [self._slots(plan, row) for row in range(len(plan.handles))]
+        starts = np.broadcast_to(self.model.start(salts), len(contexts))
+        positions, histories, states = [slots[:0]], [self.history[:0]], [self.value[:0]]
+        for row, (context, begin, end) in enumerate(zip(contexts, ends, ends[1:], strict=False)):
+            first = len(context) - (end - begin)
+            assert first >= 0, "a row has more new tokens than tokens"
+            known = hasattr(plan, "positions")  # a format that not everybody asks for
+            positions.append(plan.positions[begin:end] if known else np.arange(first, len(context)))
+            digests = self.model.digests(tokens[begin:end], positions[-1])
+            before = self.history[context[first - 1]] if first else starts[row]
+            histories.append(before + np.cumsum(digests, dtype=np.uint64))
+        self.position[slots], self.history[slots] = np.concatenate(positions), np.concatenate(histories)
+        self.value[slots] = mix(self.history[slots])
+        for row, (context, begin, end) in enumerate(zip(contexts, ends, ends[1:], strict=False)):
+            self.read(row, context)
+            states.append(np.cumsum(self.value[context], dtype=np.uint64)[len(context) - (end - begin) :])
+        return np.concatenate(states)
 
-    def _forward(
-        self,
-        tokens: np.ndarray,
-        plan: Any,
-        slots: np.ndarray,
-        seq_lens: np.ndarray,
-        q_lens: np.ndarray,
-        salts: np.ndarray,
-    ) -> np.ndarray:
-        row, offset = _ragged(q_lens)
-        positions = (seq_lens - q_lens)[row] + offset
-        if hasattr(plan, "positions"):  # a format that not everybody asks for
-            assert np.array_equal(plan.positions[: positions.size], positions), "positions contradict seq_lens"
-        self._copy(np.asarray(plan.copies, np.int64))
-        self._write(tokens, slots, positions, row, offset, self._before(plan, seq_lens - q_lens, salts))
-        # Every slot of every row that has a new token, through the block table.
-        context = np.where(q_lens > 0, seq_lens, 0)
-        ctx_row, ctx_position = _ragged(context)
-        read = self._slots(plan, ctx_row, ctx_position)
-        wrong = np.flatnonzero(self.position[read] != ctx_position)
+    def read(self, row: int, context: np.ndarray) -> None:
+        """A row reads the slots of its context: they hold its positions."""
+        held = self.position[context]
+        wrong = np.flatnonzero(held != np.arange(len(context)))
         if wrong.size:
             first = wrong[0]
             raise AssertionError(
-                f"row {ctx_row[first]} reads slot {read[first]} for position {ctx_position[first]}, "
-                f"it holds position {self.position[read[first]]} ({wrong.size} such slots)"
+                f"row {row} reads slot {context[first]} for position {first}, it holds position {held[first]} "
+                f"({wrong.size} such slots)"
             )
-        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(self.value[read], dtype=np.uint64)])
-        begin = (np.cumsum(context) - context)[row]
-        return sums[begin + positions + 1] - sums[begin]
 
-    def _slots(self, plan: Any, row: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """int64 slots of (row, position), by the block tables."""
-        blocks = np.asarray(plan.block_tables)[row, position // self.block_size].astype(np.int64)
+    def _slots(self, plan: Any, row: int) -> np.ndarray:
+        """int64 slots of a row's context, by the block tables."""
+        position = np.arange(plan.seq_lens[row])
+        blocks = np.asarray(plan.block_tables[row])[position // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + position % self.block_size
         outside = (blocks < 0) | (slots >= self.position.size)
-        if outside.any():
-            raise AssertionError(f"row {row[outside][0]} has no block for position {position[outside][0]}")
+        assert not outside.any(), f"row {row} has no block for position {position[outside][0]}"
         return slots
 
-    def _copy(self, copies: np.ndarray) -> None:
+    def _copy(self, copies: Any) -> None:
         """All sources are read before a destination is written."""
-        if not copies.size:
-            return
-        pair, offset = _ragged(copies[:, 2])
-        source = copies[pair, 0] * self.block_size + offset
-        target = copies[pair, 1] * self.block_size + offset
-        for plane in (self.position, self.history, self.value):
-            plane[target] = plane[source]
-
-    def _before(self, plan: Any, begins: np.ndarray, salts: np.ndarray) -> np.ndarray:
-        """uint64 ``[S]``: the digest of what each row has behind it, read from its last slot."""
-        before = np.broadcast_to(self.model.start(salts).reshape(-1), begins.shape).copy()
-        rows = np.flatnonzero(begins > 0)
-        if rows.size:
-            before[rows] = self.history[self._slots(plan, rows, begins[rows] - 1)]
-        return before
-
-    def _write(
-        self,
-        tokens: np.ndarray,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        row: np.ndarray,
-        offset: np.ndarray,
-        before: np.ndarray,
-    ) -> None:
-        if not slots.size:
-            return
-        assert slots.min() >= 0 and slots.max() < self.position.size, "slot_mapping names a slot outside the pool"
-        assert np.unique(slots).size == slots.size, "two tokens are written to one slot"
-        digests = self.model.digests(tokens, positions)
-        sums = np.cumsum(digests, dtype=np.uint64)
-        first = np.flatnonzero(offset == 0)  # of each row that writes
-        behind = (sums - digests)[first]  # what the rows before added
-        nth = np.cumsum(offset == 0) - 1
-        history = before[row] + sums - behind[nth]
-        self.position[slots] = positions
-        self.history[slots] = history
-        self.value[slots] = mix(history)
-
-
-def _ragged(lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For rows of these lengths, one after the other: the row of every element, and its place in the row."""
-    row = np.repeat(np.arange(lens.size), lens)
-    return row, np.arange(row.size) - np.repeat(np.cumsum(lens) - lens, lens)
+        pairs = [(a * self.block_size, b * self.block_size, n) for a, b, n in np.asarray(copies).tolist()]
+        for plane in self.planes:
+            kept = [plane[a : a + n].copy() for a, _, n in pairs]
+            for (_, b, n), part in zip(pairs, kept, strict=True):
+                plane[b : b + n] = part

@@ -64,7 +64,7 @@ def fuzz(args: argparse.Namespace) -> int:
     limit = limits(args, {"seconds": SECONDS, "calls": None})
     print(f"seed {seed}", flush=True)
     make_pool, length = (Twin, WORDS_BESIDE_MODEL) if args.model else (kvpool.Pool, run.WORDS_PER_RUN)
-    report = run.hunt(seed, **limit, without=without, words=length, make_pool=make_pool, told=Progress(limit))
+    report = run.search(seed, **limit, without=without, words=length, make_pool=make_pool, told=Progress(limit))
     rate = report.calls / report.seconds
     print(f"{report.calls:,} calls in {report.runs:,} runs, {report.seconds:.1f} s, {rate:,.0f}/s")
     print("  words: " + ", ".join(f"{name} {n:,}" for name, n in report.words.items()))

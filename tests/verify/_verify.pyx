@@ -599,7 +599,7 @@ cdef class Run(Calls):
         return 0
 
     cdef int write_load(self, int32_t slot, const Load* l) except -1:
-        """A loader writes beside the order of steps; of a row that is closed, too: whoever got its blocks is robbed."""
+        """A loader writes beside the order of steps, of a closed row too: whoever got its blocks reads poison."""
         cdef Row* r = &self.row[slot]
         cdef uint64_t* stamp = self.stamp + slot * CAP
         cdef int32_t g, p, c, n, block

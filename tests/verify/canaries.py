@@ -83,7 +83,7 @@ def planted() -> dict[Path, str]:
 
 @dataclass(frozen=True)
 class Result:
-    """How a hunt for a canary went: `finding` is empty if nothing was found."""
+    """How the search for a canary went: `finding` is empty if nothing was found."""
 
     name: str
     calls: int
@@ -124,7 +124,7 @@ def show(names: list[str]) -> int:
 
 
 def main() -> None:
-    """In the copy: plant one, hunt, and say how it went."""
+    """In the copy: plant one, search, and say how it went."""
     from kvpool import _core
 
     number, seed, calls = map(int, sys.argv[1:])
@@ -137,7 +137,7 @@ def main() -> None:
         print(report.calls, f"{used:.2f}", report.finding or "", sep="\t", flush=True)
 
     told(run.Report())
-    run.hunt(seed, calls=calls, told=told)
+    run.search(seed, calls=calls, told=told)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ row has the stamps of its own tokens, so "the row reads position p" has one righ
 The device executes plans in their order, as late as it likes, by the arrays of the plan as they are then: copies,
 loads of states, writes, then every read that a query may make, then saves of states. It keeps tables of its own, in
 which it replaces the dirty rows of a plan and no other. A block that is handed out is poisoned at once: who still
-reads it is robbed. A plan that was rolled back leaves garbage wherever it was going to write, now or when the plans
+reads it gets poison. A plan that was rolled back leaves garbage wherever it was going to write, now or when the plans
 before it are through.
 """
 
@@ -213,7 +213,7 @@ cdef class Content:
     cdef int32_t see_tables(self, int32_t slot, int32_t first, bint new) noexcept nogil:
         """See the tables of a row. `new`: blocks from position `first` on that were not there were handed out.
 
-        Those are poisoned: who has still to read one is robbed. Returns how many are of arena 0.
+        Those are poisoned: who has still to read one gets poison. Returns how many are of arena 0.
         """
         cdef int32_t g, i, n, known, begin, taken = 0
         cdef int32_t* seen

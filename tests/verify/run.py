@@ -19,7 +19,7 @@ WORDS_PER_RUN = 3_000
 
 @dataclass
 class Report:
-    """What a hunt has seen. `finding` is None, or says what is wrong in the run of `seed`."""
+    """What a search has seen. `finding` is None, or says what is wrong in the run of `seed`."""
 
     seed: int | None = None
     runs: int = 0
@@ -54,7 +54,7 @@ def finding_of(run: Callable[[], None]) -> str | None:
     return None
 
 
-def hunt(
+def search(
     seed: int,
     *,
     without: Iterable[str] = (),
@@ -130,21 +130,17 @@ def load(text: str) -> tuple[int, tuple[str, ...], list[Word]]:
     """A program of a file; ValueError says what is wrong with it."""
     try:
         given = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"is no JSON: {error}") from None
-    if not isinstance(given, dict) or set(given) != {"seed", "without", "words"}:
-        raise ValueError("must be an object with seed, without and words")
-    seed, without, words = given["seed"], given["without"], given["words"]
+        seed, without, words = given["seed"], given["without"], given["words"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"must be JSON, an object with seed, without and words: {error!r}") from None
     if type(seed) is not int or seed < 0:
         raise ValueError(f"has the seed {seed!r}, which must be a whole number from 0 on")
     if not isinstance(without, list) or not set(map(str, without)) <= set(WORDS):
         raise ValueError(f"leaves out {without!r}, which are no words")
     if not isinstance(words, list):
         raise ValueError("has words that are no list")
-    for place, word in enumerate(words):
+    for word in words:
         numbers = isinstance(word, list) and len(word) == 4 and all(type(n) is int and 0 <= n < 1 << 32 for n in word)
         if not numbers or word[0] >= len(WORDS):
-            raise ValueError(
-                f"has the word {word!r} at {place}, which must be four numbers of 32 bits, the first below {len(WORDS)}"
-            )
+            raise ValueError(f"has the word {word!r}: four numbers of 32 bits are one, the first below {len(WORDS)}")
     return seed, tuple(without), [tuple(word) for word in words]

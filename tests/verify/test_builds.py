@@ -1,7 +1,5 @@
 """Copies of the tree, compiled otherwise and only when something changed."""
 
-import os
-
 import pytest
 
 from tests.verify import builds
@@ -44,23 +42,6 @@ def test_build_follows_the_sources(tree, change):
     builds.build("debug")
     assert len(calls(folder)) == 2
     assert {path.name for path in (folder / "kvpool").iterdir()} == {path.name for path in core.parent.iterdir()}
-
-
-def test_build_in_place_is_release_only_while_it_is_plain_and_new(tree):
-    stamp = tree / "build" / "cython" / "variant"
-    assert not builds.is_release()
-    stamp.parent.mkdir(parents=True)
-    for text, is_plain in (
-        ('{"debug": false, "sanitize": ""}', True),
-        ('{"debug": true, "sanitize": ""}', False),
-        ("debug=False sanitize=", False),  # what setup.py once wrote
-    ):
-        stamp.write_text(text)
-        assert builds.is_release() is is_plain
-    stamp.write_text("{}")
-    later = stamp.stat().st_mtime + 5
-    os.utime(tree / "kvpool" / "_core.pyx", (later, later))
-    assert not builds.is_release()
 
 
 def test_run_imports_the_copy_and_never_the_build_in_place(tree):

@@ -23,7 +23,7 @@ class SlotsLost(kvpool.Pool):
 
 
 def test_core_random_programs_have_no_finding():
-    report = run.hunt(20_261_127, calls=CALLS)
+    report = run.search(20_261_127, calls=CALLS)
     again = f"python -m tests.verify --seed {report.seed} --ops 1"
     assert report.finding is None, f"{report.finding}\nagain: {again}"
     assert set(WORDS) == {word for word, times in report.words.items() if times}, "a word was never said"
@@ -42,9 +42,9 @@ def test_run_by_methods_does_what_it_does_below_them(seed):
 
 
 def test_planted_fault_is_found_shrunk_and_repeated():
-    report = run.hunt(1, calls=20_000, make_pool=SlotsLost)
+    report = run.search(1, calls=20_000, make_pool=SlotsLost)
     assert report.finding is not None and report.finding.startswith("content"), report.finding
-    again = run.hunt(report.seed, calls=1, make_pool=SlotsLost)
+    again = run.search(report.seed, calls=1, make_pool=SlotsLost)
     assert (again.finding, again.place) == (report.finding, report.place)
     shrunk = run.shrink(shape_of(report.seed), report.place, SlotsLost)
     assert shrunk is not None and shrunk.finding.startswith("content")
@@ -62,7 +62,7 @@ def test_canaries_are_in_the_text_of_the_core():
 
 
 def test_words_left_out_are_not_said():
-    report = run.hunt(3, calls=20_000, without=left_out(["rollback", "fork"]))
+    report = run.search(3, calls=20_000, without=left_out(["rollback", "fork"]))
     assert report.words["rollback"] == report.words["fork"] == 0 and report.finding is None
 
 

@@ -20,15 +20,12 @@ from kvpool import Group, Plan, Pool
 from kvpool.errors import KVPoolError
 from kvpool.testing import ModelPlan, ModelPool
 from kvpool.testing.fuzz_target import FuzzFinding as Finding
+from tests.verify.wrapped import Wrapped
 
 WORDS_PER_RUN = 200  # few: the model is slow
 TAG_SHIFT = 52  # of a handle: a tag, which no live pool shares and which is never 0, stands above
 NUMBERS = ("needed", "short_by", "row", "blank", "evictable", "limbo", "arena")  # of an error
 FILL = ("step", "reserve", "unshare")  # calls that fill a plan
-CALLS = (
-    *("open", "loaded", "fork", "truncate", "close", "close_finished", "defer_close", "can", "done", "rollback"),
-    *("compact", "evict_blocks", "reset", *FILL),
-)
 COMMON = ("positions", "cu_q_lens", "slot_ids")  # arrays that all groups share
 OF_GROUPS = ("kv_starts", "copies", "dirty_rows")  # that a group has, whatever the formats
 OF_STATES = ("state_src", "state_dst", "state_loads", "state_saves")
@@ -58,33 +55,7 @@ def named(error: Exception, first: int) -> tuple[Any, ...]:
     return type(error), numbers, local(getattr(error, "handle", -1), first)
 
 
-class Both:
-    """`pool.prefix`, or the blocks of an arena: the methods of both."""
-
-    def __init__(self, twin: Twin, arena: int, mine: Any, model: Any) -> None:
-        self.twin, self.number, self.mine, self.model = twin, arena, mine, model
-
-    def arena(self, number: int) -> Both:
-        """The blocks of another arena."""
-        return Both(self.twin, number, self.mine.arena(number), self.model.arena(number))
-
-    def events(self) -> list[Any]:
-        """What `Twin.compare` has not yet handed on."""
-        self.twin.compare()
-        told, self.twin.untold = self.twin.untold, []
-        return told
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Such a method."""
-
-        def call(*given: Any, **options: Any) -> Any:
-            mine, model = getattr(self.mine, name), getattr(self.model, name)
-            return self.twin.both(name, mine, model, given, options, self.number)
-
-        return call
-
-
-class Twin(Pool):
+class Twin(Wrapped):
     """A pool beside its model, which `make_model` makes."""
 
     make_model: Callable[..., Any] = ModelPool
@@ -100,20 +71,11 @@ class Twin(Pool):
         self.hole = 0 if options["reserved_blocks"] else -1
         self.names: list[dict[int, int]] = [{} for _ in range(self.num_arenas)]  # the core's block -> the model's
         self.taken: list[dict[int, int]] = [{} for _ in range(self.num_arenas)]  # those that `alloc` gave
+        self.mine = {"prefix": Pool.prefix.__get__(self), "blocks": Pool.blocks.__get__(self)}  # the core's parts
         self.has_events = options["events"] > 0
         self.cached: tuple[Counter[Any], ...] | None = Counter(), Counter()  # what events told; None: some were lost
         self.untold: list[Any] = []
         self.first, self.first_of_model = 0, self.model._tag << TAG_SHIFT  # handles; the core's: as soon as it is given
-
-    @property
-    def prefix(self) -> Any:
-        """The prefix cache of both."""
-        return Both(self, 0, super().prefix, self.model.prefix) if self.has_cache else None
-
-    @property
-    def blocks(self) -> Any:
-        """The blocks of both."""
-        return Both(self, 0, super().blocks, self.model.blocks)
 
     def check(self) -> None:
         """Check both."""
@@ -136,6 +98,15 @@ class Twin(Pool):
         """Bind no array to a plan, so that all rows are dirty."""
         self.both("bind", plan.bind, self.plans[plan].bind, (), {})
 
+    def made(self, name: str, call: Callable[..., Any], given: Any, options: dict[str, Any], part: Any = None) -> Any:
+        """Make a call on both. Events that were compared are handed on."""
+        if name == "events":
+            self.compare()
+            told, self.untold = self.untold, []
+            return told
+        model = self.model.prefix if part == "prefix" else self.model if part is None else self.model.blocks.arena(part)
+        return self.both(name, call, getattr(model, name), given, options, part)
+
     # ---- calls --------------------------------------------------------------------------------------------
 
     def theirs(self, given: Any, arena: int | None) -> Any:
@@ -148,9 +119,7 @@ class Twin(Pool):
             return given - self.first + self.first_of_model
         return given if arena is None or not self.are_renamed else self.names[arena].get(given, given)
 
-    def both(
-        self, name: str, mine: Any, model: Any, given: Any, options: dict[str, Any], arena: int | None = None
-    ) -> Any:
+    def both(self, name: str, mine: Any, model: Any, given: Any, options: dict[str, Any], arena: Any = None) -> Any:
         """Make a call on the model and on the core, and compare everything."""
         if name in ("done", "rollback") and given[0].is_pending:
             self.compare_plan(given[0])  # which nobody has written to
@@ -199,10 +168,10 @@ class Twin(Pool):
         for arena in range(self.num_arenas):
             self.same(f"stats of arena {arena}", tuple(self.stats(arena)), tuple(model.stats(arena)))
             if not self.are_renamed:  # the model counts no references of bundles
-                blocks = super().blocks.arena(arena), model.blocks.arena(arena)
+                blocks = self.mine["blocks"].arena(arena), model.blocks.arena(arena)
                 self.same(f"histogram of arena {arena}", *[side.refcount_histogram() for side in blocks])
         if self.has_cache:
-            self.same("prefix.stats", tuple(super().prefix.stats()), tuple(model.prefix.stats()))
+            self.same("prefix.stats", tuple(self.mine["prefix"].stats()), tuple(model.prefix.stats()))
         if self.are_renamed:
             for taken, home in zip(self.taken, model.arenas, strict=True):
                 for block in [block for block, due in taken.items() if not home.raw.get(due)]:
@@ -225,7 +194,7 @@ class Twin(Pool):
         for call in ("is_open", "num_tokens", "capacity"):
             self.same(f"{call} of {who}", getattr(self, call)(handle), getattr(self.model, call)(theirs))
         if self.has_cache and self.model._find(theirs):  # no load
-            committed = super().prefix.committed(handle), self.model.prefix.committed(theirs)
+            committed = self.mine["prefix"].committed(handle), self.model.prefix.committed(theirs)
             self.same(f"committed of {who}", *committed)
         for g in range(len(self.kinds)):
             self.same(f"kv_len of {who} in group {g}", self.kv_len(handle, g), self.model.kv_len(theirs, g))
@@ -239,7 +208,7 @@ class Twin(Pool):
 
     def compare_events(self) -> None:
         """Compare what the cache told, in any order within a call."""
-        mine, due = super().prefix.events(), self.model.prefix.events()
+        mine, due = self.mine["prefix"].events(), self.model.prefix.events()
         self.untold += mine
         lost = ["lost" in [name for name, *_ in told] for told in (mine, due)]
         if lost[0] != lost[1]:
@@ -274,16 +243,3 @@ class Twin(Pool):
     def same_ids(self, what: str, got: Any, want: Any) -> None:
         """Two arrays of plans are equal."""
         self.same(what, got, want, self.are_renamed and what.endswith(BY_ID))
-
-
-def beside(name: str) -> Callable[..., Any]:
-    """A method of `Pool` that is made on both."""
-
-    def call(self: Twin, *given: Any, **options: Any) -> Any:
-        return self.both(name, getattr(super(Twin, self), name), getattr(self.model, name), given, options)
-
-    return call
-
-
-for one in CALLS:
-    setattr(Twin, one, beside(one))

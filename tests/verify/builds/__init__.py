@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tests.verify.builds.interpreter import ROOT, packages, python_of
+from tests.verify.builds.interpreter import PREFIX, ROOT, packages, python_of
 from tests.verify.mutants.schemata import mutate
 from tests.verify.mutants.source import core_sources
 
@@ -52,18 +52,12 @@ class Variant:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What stands before a command: ThreadSanitizer needs addresses where it expects them."""
-        return ("setarch", "-R") if "thread" in self.switches.get("KVPOOL_SANITIZE", "") else ()
+        """What stands before a command."""
+        return PREFIX["tsan"] if "thread" in self.switches.get("KVPOOL_SANITIZE", "") else ()
 
-    @property
-    def compiles(self) -> str:
-        """The interpreter that compiles the copy: a sanitized one is slow, and the same headers serve both."""
-        return str(python_of("release")) if self.interpreter else sys.executable
-
-    @property
-    def runs(self) -> str:
-        """The interpreter that runs what is in it."""
-        return str(python_of(self.interpreter)) if self.interpreter else sys.executable
+    def python(self, kind: str) -> str:
+        """The interpreter, of this kind where the copy has one of its own."""
+        return str(python_of(kind)) if self.interpreter else sys.executable
 
 
 ASAN = Variant(
@@ -98,12 +92,6 @@ VARIANTS = {
     "mutated": Variant({"KVPOOL_OPTIMIZE": "1"}, cpu=True, verify=True, mutated=True),
     "canaries": Variant({"KVPOOL_OPTIMIZE": "1"}, verify=True, planted=True),
 }
-
-
-def test_file(name: str) -> str:
-    """Where a file of tests is, from the top: ``"test_can"`` is ``tests/core/test_can.py``."""
-    (found,) = (ROOT / "tests").rglob(f"{name}.py")
-    return str(found.relative_to(ROOT))
 
 
 def _is_left_out(kind: Variant, inside: Path) -> bool:
@@ -159,46 +147,16 @@ def folder_of(variant: str) -> Path:
     return ROOT / "build" / variant
 
 
-def is_release() -> bool:
-    """Whether the build in place is what users get, of the sources as they are: then nobody needs a copy of it."""
-    stamp = ROOT / "build" / "cython" / "variant"  # setup.py writes it last
-    try:
-        switches = json.loads(stamp.read_text())
-    except (OSError, ValueError):
-        return False
-    sources = [path for path in (ROOT / "kvpool").rglob("*") if path.suffix in (".pyx", ".pxd", ".pxi", ".h")]
-    newest = max(path.stat().st_mtime for path in [*sources, ROOT / "setup.py"])
-    return not any(switches.values()) and newest <= stamp.stat().st_mtime
+def build(variant: str, compiles: bool = True) -> Path:
+    """Bring the copy of this tree that is compiled as `variant` up to date; returns its folder.
 
-
-def copied(variant: str) -> Path:
-    """Bring a copy up to date without compiling it; returns its folder."""
-    folder = folder_of(variant)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if _copy(variant, folder):
-            (folder / "compiled").unlink(missing_ok=True)
-    return folder
-
-
-def build(variant: str) -> Path:
-    """Bring the copy of this tree that is compiled as `variant` up to date.
-
-    Parameters
-    ----------
-    variant : str
-        A key of `VARIANTS`.
-
-    Returns
-    -------
-    Path
-        The folder that holds ``kvpool``: what belongs on ``PYTHONPATH``.
+    `compiles` is False: the sources alone.
     """
     kind, folder = VARIANTS[variant], folder_of(variant)
     folder.mkdir(parents=True, exist_ok=True)
     stamp = folder / "compiled"
-    made_by = f"{kind.compiles}\n{sys.version}\ncython {importlib.metadata.version('cython')}\n{kind.switches}\n"
+    python = kind.python("release")  # a sanitized one is slow, and the same headers serve both
+    made_by = f"{python}\n{sys.version}\ncython {importlib.metadata.version('cython')}\n{kind.switches}\n"
     made_by += (ROOT / "setup.py").read_text()
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
@@ -206,9 +164,11 @@ def build(variant: str) -> Path:
         if not _copy(variant, folder) and same:
             return folder
         stamp.unlink(missing_ok=True)
+        if not compiles:
+            return folder
         if not same:
             shutil.rmtree(folder / "build", ignore_errors=True)  # objects of another compiler or other switches
-        command = [kind.compiles, "setup.py", "-q", "build_ext", "--inplace"]
+        command = [python, "setup.py", "-q", "build_ext", "--inplace"]
         done = subprocess.run(command, cwd=folder, env=_plain() | kind.switches, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"[builds] {variant} does not compile:\n{done.stdout}{done.stderr}")
@@ -233,18 +193,9 @@ def environment(variant: str, **more: str) -> dict[str, str]:
 
 
 def run(variant: str, argv: Sequence[str], *, leaks: bool = False, **options) -> subprocess.CompletedProcess:
-    """Run Python with `argv` in the copy, which is built first.
+    """Run Python with `argv` in the copy, which is built first. `leaks`, of "asan": memory that is lost fails it.
 
-    Parameters
-    ----------
-    variant : str
-        A key of `VARIANTS`.
-    argv : sequence of str
-        Arguments of the interpreter, e.g. ``["-m", "pytest", "tests/core/test_cow.py"]``.
-    leaks : bool
-        Of "asan": whether memory that is lost fails the process at its end.
-    **options
-        Of `subprocess.run`; text is captured unless they say otherwise. ``env`` adds variables.
+    The options are those of `subprocess.run`; text is captured unless they say otherwise. ``env`` adds variables.
     """
     folder = build(variant)
     more = dict(options.pop("env", {}))
@@ -253,5 +204,6 @@ def run(variant: str, argv: Sequence[str], *, leaks: bool = False, **options) ->
         (folder / "kept").write_text("".join(f"leak:{name}\n" for name in KEPT))
         more["LSAN_OPTIONS"] = f"suppressions={folder / 'kept'}:print_suppressions=0"
     options = {"cwd": folder, "text": True} | ({} if "stdout" in options else {"capture_output": True}) | options
-    command = [*VARIANTS[variant].prefix, VARIANTS[variant].runs, *argv]
+    kind = VARIANTS[variant]
+    command = [*kind.prefix, kind.python(kind.interpreter), *argv]
     return subprocess.run(command, env=environment(variant, **more), **options)

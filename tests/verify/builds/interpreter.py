@@ -18,6 +18,8 @@ FOLDER = ROOT / "build" / "freethreaded"
 SOURCES = (("python3.14", "sid"), ("python3.13", "trixie"))
 CONFIGURE = ("--disable-gil", "--disable-test-modules")
 KINDS = {"release": (), "tsan": ("--with-thread-sanitizer",)}
+#: What stands before a command: ThreadSanitizer needs addresses where it expects them.
+PREFIX = {"release": (), "tsan": ("setarch", "-R")}
 PACKAGES = ("numpy", "cython>=3.1", "setuptools>=77", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 #: Wheels alone: pip would compile a newer numpy that has none for this interpreter.
 PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--root-user-action", "ignore", "--only-binary", ":all:")
@@ -41,11 +43,6 @@ def missing() -> str | None:
 def packages() -> Path:
     """Where numpy and the other packages lie, which both interpreters use."""
     return next((FOLDER / "release" / "lib").glob("python3.*/site-packages"))
-
-
-def prefix_of(kind: str) -> tuple[str, ...]:
-    """What stands before a command: ThreadSanitizer needs addresses where it expects them."""
-    return ("setarch", "-R") if kind == "tsan" else ()
 
 
 # ---------------------------------------------------------------------- source
@@ -121,8 +118,8 @@ def make(kind: str) -> None:
     log = FOLDER / f"{kind}.log"
     log.unlink(missing_ok=True)
     print(f"==> compiling CPython without a GIL ({kind}), 5 to 10 minutes; {log}", flush=True)
-    logged([*prefix_of(kind), configure, "-q", f"--prefix={prefix}", *CONFIGURE, *KINDS[kind]], work, log)
-    logged([*prefix_of(kind), "make", "-s", "-j2"], work, log)
+    logged([*PREFIX[kind], configure, "-q", f"--prefix={prefix}", *CONFIGURE, *KINDS[kind]], work, log)
+    logged([*PREFIX[kind], "make", "-s", "-j2"], work, log)
     if kind == "release":
         logged(["make", "-s", "install"], work, log)
         logged([python_of(kind), *PIP, *PACKAGES], work, log)
@@ -148,7 +145,7 @@ def main() -> int:
     for kind in KINDS:
         make(kind)
     for kind in KINDS:
-        command = [*prefix_of(kind), python_of(kind), "-c", "import sys; print(sys.version)"]
+        command = [*PREFIX[kind], python_of(kind), "-c", "import sys; print(sys.version)"]
         print(f"==> {kind}: {subprocess.check_output(command, text=True).strip()}")
     return 0
 

@@ -23,7 +23,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ from tests.conftest import MAKE_TEST, plants
 from tests.verify.builds import run
 from tests.verify.mutants.schemata import mutate
 from tests.verify.mutants.source import ROOT, core_sources
-from tests.verify.run import hunt
+from tests.verify.run import search
 
 VARIANT, DRAWN, CALLS = "mutated", 300, 3_000_000
 LEAST = 0.80  # share to be found: of those of seed 7 it is 89 %, and a hundred others may have some percent less
@@ -59,7 +59,6 @@ MEMORY = 32 << 30  # bytes of address space that a child may have
 MOST = 40  # CPU seconds of tests that a mutant is given, as long as they take on the sound core
 SLACK = 10  # so many seconds more than on the sound core may a test take, and so many times as long
 STUCK = 1800  # seconds after which a child waits for what never comes
-PASSED, FOUND = 0, 1  # exit codes of a child
 
 
 def equivalents() -> set[str]:
@@ -71,41 +70,38 @@ def equivalents() -> set[str]:
 # ---- in the build of the mutants: a child for each -----------------------------------------------------------------
 
 
-def in_child(body: Callable[[Path], int]) -> tuple[bool, str]:
+def in_child(body: Callable[[Path], bool]) -> tuple[bool, str]:
     """Whether a forked child finds something that does `body`, in a folder of its own; and the file ``said`` there."""
-    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-    said = folder / "said"
-    child = os.fork()
-    if not child:
-        status = FOUND
-        try:
-            os.setsid()
-            os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            for stream in (1, 2):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-            status = body(folder)
-        except BaseException:
-            said.write_text(traceback.format_exc())
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + STUCK
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
-        time.sleep(0.003)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # and what it started
-    status = os.waitstatus_to_exitcode(ended[1] if ended[0] else os.waitpid(child, 0)[1])
-    text = said.read_text() if said.exists() else ""
-    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as name:
+        folder, said = Path(name), Path(name, "said")
+        if not (child := os.fork()):
+            is_found = True
+            try:
+                os.setsid()
+                os.environ["PYTEST_DEBUG_TEMPROOT"] = name
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+                for stream in (1, 2):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+                is_found = body(folder)
+            except BaseException:
+                said.write_text(traceback.format_exc())
+            finally:
+                os._exit(is_found)
+        deadline = time.monotonic() + STUCK
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.003)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # and what it started
+        status = os.waitstatus_to_exitcode(ended[1] if ended[0] else os.waitpid(child, 0)[1])
+        text = said.read_text() if said.exists() else ""
     if status < 0:
         why = {signal.SIGPROF: "takes far too long", signal.SIGKILL: "is stuck"}
         text += f": {why.get(-status, f'dies of {signal.Signals(-status).name}')}"
-    return status != PASSED, text
+    return status != 0, text
 
 
 def mutated() -> list[Any]:
-    """The modules that have mutants."""
     return [importlib.import_module(f"kvpool.{path.stem}") for path in core_sources() if path.suffix == ".pyx"]
 
 
@@ -121,7 +117,7 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def observed(session: pytest.Session, numbers: Sequence[int], calls: int, folder: Path) -> int:
+def observed(session: pytest.Session, numbers: Sequence[int], calls: int, folder: Path) -> bool:
     """On the sound core: of each test that passes its seconds, and which of the mutants it reached."""
     found, left_out = {}, 0
     for item in session.items:
@@ -135,14 +131,14 @@ def observed(session: pytest.Session, numbers: Sequence[int], calls: int, folder
         reached = [module.mutants_reached() for module in mutated()]
         found[item.nodeid] = (seconds, [n for n in numbers if any(of_module[n] for of_module in reached)])
     start = cpu_seconds()
-    hunt(1, calls=calls)
+    search(1, calls=calls)
     (folder / "said").write_text(json.dumps({"tests": found, "left_out": left_out, "fuzz": cpu_seconds() - start}))
-    return PASSED
+    return False
 
 
-def judged(session: pytest.Session, seconds: dict[str, float], args: argparse.Namespace, folder: Path) -> int:
+def judged(session: pytest.Session, seconds: dict[str, float], args: argparse.Namespace, folder: Path) -> bool:
     """Tests, the fastest first, and the fuzzer, until one of them finds something; `folder` has its name."""
-    chosen, most = [item for item in session.items if item.nodeid in seconds], args.most
+    chosen, most = [item for item in session.items if item.nodeid in seconds], MOST
     for item in sorted(chosen, key=lambda item: seconds[item.nodeid]):
         most -= seconds[item.nodeid]
         if most < 0:
@@ -150,39 +146,32 @@ def judged(session: pytest.Session, seconds: dict[str, float], args: argparse.Na
         (folder / "said").write_text(item.nodeid)
         signal.setitimer(signal.ITIMER_PROF, SLACK + SLACK * seconds[item.nodeid])
         if fails(session, item):
-            return FOUND
+            return True
     (folder / "said").write_text(FUZZER)
     signal.setitimer(signal.ITIMER_PROF, SLACK + SLACK * seconds[FUZZER])
-    finding = hunt(1, calls=args.calls).finding
+    finding = search(1, calls=args.calls).finding
     (folder / "said").write_text(f"{FUZZER}: {finding}" if finding else "")
-    return FOUND if finding else PASSED
-
-
-class Loop:
-    """What is done with the tests that were collected, in place of running them."""
-
-    def __init__(self, body: Callable[[pytest.Session], None]) -> None:
-        self.body = body
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Do it, without tests that plant a fault of their own."""
-        session.config.pluginmanager.unregister(name="terminalreporter")
-        session.items = [item for item in session.items if not plants(item)]
-        self.body(session)
-        return True
+    return finding is not None
 
 
 def with_tests(args: argparse.Namespace, body: Callable[[pytest.Session], None]) -> None:
-    """Call `body` with the tests of the core that `make test` runs."""
+    """Call `body` with the tests of the core that `make test` runs, but for those that plant a fault of their own."""
     from hypothesis import settings
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(session: pytest.Session) -> bool:
+        session.config.pluginmanager.unregister(name="terminalreporter")
+        session.items = [item for item in session.items if not plants(item)]
+        body(session)
+        return True
 
     settings.register_profile("mutants", database=None)  # what one child finds is not told to the next
     settings.load_profile("mutants")
     plain = [f"-p no:{name}" for name in ("cacheprovider", "xdist", "faulthandler")]
     left_out = [f"--ignore-glob=*/{name}.py" for name in BY_CLOCK]
     chosen = args.tests or [f"tests/{name}" for name in TESTS]
-    pytest.main(["-q", "-m", MAKE_TEST, "-o", "timeout=0", *plain, *left_out, *chosen], plugins=[Loop(body)])
+    pytest.main(["-q", "-m", MAKE_TEST, "-o", "timeout=0", *plain, *left_out, *chosen],
+                plugins=[SimpleNamespace(pytest_runtestloop=pytest_runtestloop)])  # fmt: skip
 
 
 def drawn(args: argparse.Namespace) -> list[dict]:
@@ -205,38 +194,35 @@ def try_all(args: argparse.Namespace, session: pytest.Session, into: Path) -> No
           f"({sound['left_out']} left out that fail there); the fuzzer {sound['fuzz']:.0f} s", flush=True)  # fmt: skip
     tasks = [{"number": 0, "name": SOUND}]
     tasks += [{"number": m["number"], "name": f"{m['file']}:{m['line']} {m['key']}"} for m in mutants]
-    workers = []
+
+    def end_of(task: dict) -> None:
+        tests = {name: took for name, (took, reached) in sound["tests"].items()
+                 if not task["number"] or task["number"] in reached}  # fmt: skip
+
+        def body(folder: Path) -> bool:
+            for module in mutated():
+                module.set_mutant(task["number"])
+            return judged(session, tests | {FUZZER: sound["fuzz"]}, args, folder)
+
+        found, by = in_child(body)
+        with open(into, "a") as results:
+            results.write(json.dumps(task | {"found": found, "by": by, "tests": len(tests)}) + "\n")
+
     for k in range(args.jobs):
-        if not (worker := os.fork()):
+        if not os.fork():
             for task in tasks[k :: args.jobs]:
-                number = task["number"]
-                seconds = {name: took for name, (took, reached) in sound["tests"].items()
-                           if not number or number in reached}  # fmt: skip
-                seconds[FUZZER] = sound["fuzz"]
-
-                def body(folder: Path, number: int = number, seconds: dict[str, float] = seconds) -> int:
-                    for module in mutated():
-                        module.set_mutant(number)
-                    return judged(session, seconds, args, folder)
-
-                found, by = in_child(body)
-                with open(into, "a") as results:
-                    results.write(json.dumps(task | {"found": found, "by": by, "tests": len(seconds) - 1}) + "\n")
+                end_of(task)
             os._exit(0)
-        workers.append(worker)
-    for worker in workers:
-        os.waitpid(worker, 0)
+    for _ in range(args.jobs):
+        os.wait()
 
 
 def report(ends: Sequence[dict]) -> bool:
     """Print who survives, and the table; whether it holds."""
     mutants = [end for end in ends if end["name"] != SOUND]
     wrong = [end["by"] for end in ends if end["name"] == SOUND and end["found"]]
-    for end in mutants:
-        if not end["found"]:
-            print(f"survives {end['tests']} tests and the fuzzer: {end['name']}")
-    for by in wrong:
-        print(f"NOT SOUND: the core without a mutant fails {by}")
+    survivors = [f"survives {end['tests']} tests and the fuzzer: {end['name']}" for end in mutants if not end["found"]]
+    print(*survivors, *(f"NOT SOUND: the core without a mutant fails {by}" for by in wrong), sep="\n")
     found = Counter(end["by"].startswith(FUZZER) for end in mutants if end["found"])
     print("\n| found by | mutants | of |\n|---|---|---|")
     print(f"| the tests of the core that `make test` runs | {found[False]} | {len(mutants)} |")
@@ -246,7 +232,6 @@ def report(ends: Sequence[dict]) -> bool:
 
 
 def number(text: str) -> int:
-    """A whole number from 1 on."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)
@@ -256,14 +241,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 if fewer than 80 % are found, or something is found in the sound core."""
     parser = argparse.ArgumentParser(prog="python -m tests.verify.mutants", description=str(__doc__).split("\n")[0])
     parser.add_argument("--mutants", type=number, default=DRAWN, help=f"how many are drawn (default {DRAWN})")
-    parser.add_argument("--seed", type=int, help="of the draw (default: a random one)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the draw (default: a random one)")
     parser.add_argument("--of", metavar="FUNCTION", default="", help="of the mutants of this function alone")
     parser.add_argument("--jobs", type=number, default=1, help="children at a time (default 1)")
-    parser.add_argument("--most", type=number, default=MOST, help=f"seconds of tests for each (default {MOST})")
     parser.add_argument("--calls", type=number, default=CALLS, help=f"of the fuzzer for each (default {CALLS:,})")
     parser.add_argument("tests", nargs="*", help="files of tests in place of all that are about the core")
     args = parser.parse_args(argv)
-    args.seed = random.randrange(10**6) if args.seed is None else args.seed
     if not MUTANTS.exists():
         if args.of and not any(mutant.key.startswith(f"{args.of}: ") for mutant in mutate(core_sources())[1]):
             parser.error(f"--of {args.of}: the core has no function of this name with mutants")

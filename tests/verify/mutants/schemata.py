@@ -13,21 +13,13 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tests.verify.mutants.source import (
-    Declarations,
-    Function,
-    Line,
-    covered,
-    declarations,
-    functions,
-    logical_lines,
-    split_top,
-)
+from tests.verify.mutants import source
+from tests.verify.mutants.source import Declarations, Function, Line, covered, functions, split_top
 
 HEAD = "from kvpool._mutant cimport KV_MUTANTS, kv_is, kv_reached, kv_set_mutant\n"
 SETTER = """
@@ -82,14 +74,8 @@ NUMBER_CALLS = re.compile(r"Py\w*(?:Check|_SIZE$|Size$|_AsLong|_Index$)|(?:len|m
 
 
 def name_of(node: ast.expr) -> str:
-    """Name of what is called."""
     called = getattr(node, "func", None)
     return getattr(called, "id", "") or getattr(called, "attr", "")
-
-
-def is_text(node: ast.expr) -> bool:
-    """Whether Python has a text here."""
-    return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", 0), str | bytes)
 
 
 def writes_text(node: ast.expr) -> bool:
@@ -122,7 +108,7 @@ class Schemata:
     def __init__(self, texts: dict[str, str]) -> None:
         self.mutants: list[Mutant] = []
         self.keys: Counter[str] = Counter()
-        self.known = declarations(texts)
+        self.known = source.declarations(texts)
 
     def file(self, name: str, text: str) -> str:
         """The source with all its mutants in it."""
@@ -133,7 +119,7 @@ class Schemata:
                 made += [text[at : line.first], Statement(self, types, function, line, text).rewritten()]
                 at = line.last
         joined = "".join([*made, text[at:]])
-        first = next(logical_lines(joined), Line(0, 0, 0, 0)).first
+        first = next(source.logical_lines(joined), Line(0, 0, 0, 0)).first
         return joined[:first] + HEAD + joined[first:] + SETTER * name.endswith(".pyx")
 
 
@@ -154,19 +140,14 @@ class Types:
     def of(self, node: ast.expr) -> str:
         """The type, "" where it is not known."""
         if isinstance(node, ast.Attribute):
-            return self.known.type_of(self.owner(node), node.attr)
+            return self.known.fields.get(self.owner(node), {}).get(node.attr, "")
         if isinstance(node, ast.Subscript):
             kind = self.of(node.value).removeprefix("const ")
             return kind[:-1] if kind.endswith("*") else ""
         return self.names.get(getattr(node, "id", ""), "")
 
     def owner(self, node: ast.Attribute) -> str:
-        """What the field is a field of."""
         return self.of(node.value).removeprefix("const ").rstrip("*")
-
-    def another_field(self, node: ast.expr) -> str:
-        """The field that may be taken for the one that `node` names."""
-        return self.known.another(self.owner(node), node.attr) if isinstance(node, ast.Attribute) else ""
 
     def result(self, name: str) -> str | None:
         """What a call can be in place of what it returns; None: nothing that compiles."""
@@ -179,20 +160,16 @@ class Types:
         numbers = all(map(NUMBER.fullmatch, kinds)) if kinds else NUMBER_CALLS.match(name)
         if numbers or (not kinds and self.nogil and not name.startswith("Py")):
             return "0"
-        is_struct = kinds & (self.known.fields.keys() - self.known.classes)
-        is_c = is_struct or any("*" in kind or kind == "void" for kind in kinds)
+        structures = self.known.fields.keys() - self.known.classes
+        is_c = any("*" in kind or kind == "void" or kind in structures for kind in kinds)
         return None if is_c or (not kinds and name.startswith("Py")) else "<object>None"
 
 
 class Statement:
-    """One statement of a function."""
-
     def __init__(self, schemata: Schemata, types: Types, function: Function, line: Line, text: str) -> None:
         self.schemata, self.types, self.function, self.line = schemata, types, function, line
         self.text = text[line.first : line.last]
         self.plain = covered(self.text)
-        self.word = re.match(r"\w*", self.text)[0]
-        self.whole: ast.expr | None = None  # a call for what it does: nobody asks what it returns
         self.instead: list[tuple[int, str]] = []  # (mutant, what it does in place of this statement)
 
     # ---- whole statements
@@ -206,14 +183,14 @@ class Statement:
 
     def main(self) -> str:
         """The statement itself, its expressions asking for mutants."""
-        text, word = self.text, self.word
+        text, word = self.text, re.match(r"\w*", self.text)[0]
         if word in KEPT or text.startswith("@"):
             return text
         if word in ("break", "continue", "raise", "del") or text == "return":
-            self.replaced(text, "pass", "nothing")
+            self.replaced("pass", "nothing")
             return text
         if word in ("if", "elif", "while"):
-            return f"{word} {self.expression(len(word), len(self.plain.rstrip()) - 1, condition=True)}:"
+            return f"{word} {self.expression(len(word), len(self.plain.rstrip()) - 1, Statement.condition)}:"
         if word == "for":
             first = self.plain.index(" in ") + 3
             return text[:first] + self.expression(first, len(self.plain.rstrip()) - 1) + ":"
@@ -240,13 +217,14 @@ class Statement:
         """``a += b``: it subtracts, is not made, or goes to another field."""
         operator, target, value = found[1], self.text[: found.start()], self.text[found.end() :]
         if not re.match(r"f?[\"']", value):
-            self.replaced(self.text, f"{target} {ASSIGNMENTS[operator]} {value}")
+            self.replaced(f"{target} {ASSIGNMENTS[operator]} {value}")
         tree = self.parsed(0, found.start())
         if not isinstance(tree, ast.Name):
-            self.replaced(self.text, "pass", "nothing")
+            self.replaced("pass", "nothing")
         if other := self.with_other_field(tree):
-            self.replaced(self.text, f"{other} {operator} {value}")
-        return f"{self.target(0, found.start())} {operator} {self.expression(found.end(), len(self.text))}"
+            self.replaced(f"{other} {operator} {value}")
+        made = self.expression(0, found.start(), Statement.place)
+        return f"{made} {operator} {self.expression(found.end(), len(self.text))}"
 
     def assignment(self, sides: list[tuple[int, int]]) -> str:
         """``a = b = value``: each target is left out once, and is another field once; a local name stays."""
@@ -256,22 +234,21 @@ class Statement:
             others = targets[:k] + targets[k + 1 :]
             if isinstance(tree, ast.Attribute | ast.Subscript):
                 rest = " = ".join([*others, value])
-                self.replaced(self.text, rest if others else "pass", rest if others else "nothing")
+                self.replaced(rest if others else "pass", rest if others else "nothing")
             if other := self.with_other_field(tree):
-                self.replaced(self.text, " = ".join([*targets[:k], other, *targets[k + 1 :], value]))
-        made = [self.target(*side) for side in sides[:-1]]
+                self.replaced(" = ".join([*targets[:k], other, *targets[k + 1 :], value]))
+        made = [self.expression(*side, Statement.place) for side in sides[:-1]]
         return "=".join([*made, self.expression(*sides[-1])])
 
     def call(self) -> str:
         """A call for what it does: it is not made, or is given the wrong things."""
         tree = self.parsed(0, len(self.text))
-        self.replaced(self.text, "pass", "nothing")
+        self.replaced("pass", "nothing")
         for other in self.swapped(tree):
-            self.replaced(self.text, other)
-        return self.expression(0, len(self.text), whole=False)
+            self.replaced(other)
+        return self.expression(0, len(self.text), lambda self, tree: self.render(tree, ()))
 
     def add(self, was: str, now: str) -> int:
-        """The number of one more mutant."""
         schemata = self.schemata
         source, was, now = (" ".join(part.split()) for part in (self.text, was, now))
         key = f"{self.function.name}: {source} | {was} -> {now}"
@@ -280,9 +257,9 @@ class Statement:
         schemata.mutants.append(Mutant(len(schemata.mutants) + 1, self.function.file, self.line.number, key))
         return len(schemata.mutants)
 
-    def replaced(self, was: str, text: str, now: str = "") -> None:
+    def replaced(self, text: str, now: str = "") -> None:
         """A mutant that does something else in place of the whole statement."""
-        self.instead.append((self.add(was, now or text), text))
+        self.instead.append((self.add(self.text, now or text), text))
 
     # ---- expressions: their text, each part that can be wrong asking for it
 
@@ -303,20 +280,13 @@ class Statement:
         return tree
 
     def of(self, node: ast.expr) -> str:
-        """The text of a node."""
         return self.text[node.first : node.last]
 
-    def expression(self, first: int, last: int, *, condition: bool = False, whole: bool = True) -> str:
-        """Text from `first` to `last` with its mutants in it; `whole`: the call that it is may be another."""
+    def expression(self, first: int, last: int, how: Callable[[Statement, ast.expr], str] | None = None) -> str:
+        """Text from `first` to `last` with its mutants in it; `how`: that of a condition, or of what is assigned to."""
         tree = self.parsed(first, last)
-        self.whole = tree if not whole else None
-        made = self.condition(tree) if condition else self.render(tree)
+        made = how(self, tree) if how else self.render(tree)
         return self.text[first : tree.first] + made + self.text[tree.last : last]
-
-    def target(self, first: int, last: int) -> str:
-        """The same of what is assigned to: the place stays one."""
-        tree = self.parsed(first, last)
-        return self.text[first : tree.first] + self.place(tree) + self.text[tree.last : last]
 
     def place(self, node: ast.expr) -> str:
         """A place in memory: what it is a place of may be wrong, as long as that is a pointer."""
@@ -330,8 +300,8 @@ class Statement:
         index = self.render(node.slice)
         return made + self.text[value.last : node.slice.first] + index + self.text[node.slice.last : node.last]
 
-    def render(self, node: ast.expr) -> str:
-        """The text of an expression."""
+    def render(self, node: ast.expr, wrong: Iterable[str] | None = None) -> str:
+        """The text of an expression. `wrong`: what it can be, () of a call for what it does: nobody reads it."""
         if isinstance(node, ast.UnaryOp) and self.text[node.first] == "&":
             made, at = [self.text[node.first : node.operand.first], self.place(node.operand)], node.operand.last
         else:
@@ -339,7 +309,7 @@ class Statement:
             for child, asked in sorted(self.parts(node), key=lambda part: part[0].first):
                 made += [self.text[at : child.first], self.condition(child) if asked else self.render(child)]
                 at = child.last
-        wrong = [] if node is self.whole else self.wrong(node)
+        wrong = self.wrong(node) if wrong is None else wrong
         return self.choice(wrong, "".join([*made, self.text[at : node.last]]), node)
 
     def condition(self, node: ast.expr) -> str:
@@ -388,7 +358,6 @@ class Statement:
     # ---- what may stand in the place of an expression
 
     def wrong(self, node: ast.expr) -> Iterator[str]:
-        """All of it."""
         text = self.of(node)
         if isinstance(node, ast.Compare) and not writes_text(node):
             for (left, right), operator in zip(pairwise([node.left, *node.comparators]), node.ops, strict=True):
@@ -422,7 +391,9 @@ class Statement:
 
     def with_other_field(self, node: ast.expr) -> str:
         """The node's text with another field, "" if there is none."""
-        other = self.types.another_field(node)
+        if not isinstance(node, ast.Attribute):
+            return ""
+        other = self.types.known.another(self.types.owner(node), node.attr)
         return self.text[node.first : node.last - len(node.attr)] + other if other else ""
 
     def between(self, node: ast.expr, left: ast.expr, right: ast.expr, operator: str, other: str) -> str:
@@ -449,7 +420,8 @@ class Statement:
         fitting = [kinds for kinds in signatures if len(kinds) >= len(node.args)] or [[]]
         for k, (left, right) in enumerate(pairwise(node.args)):
             one, two, gap = self.of(left), self.of(right), self.text[left.last : right.first]
-            if one != two and all(alike(kinds, k) for kinds in fitting) and not (is_text(left) or is_text(right)):
+            texts = [isinstance(getattr(arg, "value", arg), str | bytes | ast.JoinedStr) for arg in (left, right)]
+            if one != two and all(alike(kinds, k) for kinds in fitting) and not any(texts):
                 yield self.text[node.first : left.first] + two + gap + one + self.text[right.last : node.last]
 
 

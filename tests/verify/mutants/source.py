@@ -26,7 +26,7 @@ WORDS = re.compile(r"\b(?:const|inline|readonly|public|api|volatile|unsigned|sig
 INTEGERS = r"(?:u?int\d+_t|int|long|size_t|Py_ssize_t|bint)"
 FUNCTION = re.compile(r"^\s*cp?def (?!class |struct |enum |extern )([^\n(=]*?)(\w+)\(", re.MULTILINE)
 EXTERN = re.compile(r"^cdef extern from [^\n]*:\n((?:(?: +[^\n]*)?\n)*)", re.MULTILINE)
-BLOCK = re.compile(r"(?:cdef|ctypedef) (?:packed )?(struct|enum|class)\b ?(\w+)?(?:\((\w+)\))?.*:$", re.DOTALL)
+BLOCK = re.compile(r"(?:cdef|ctypedef) (?:packed )?(struct|enum|class)\b ?(\w+)?.*:$", re.DOTALL)
 
 
 @cache
@@ -40,13 +40,9 @@ def core_sources() -> tuple[Path, ...]:
 
 def uncommented(text: str) -> str:
     """`text` with comments and what is inside of quotes covered: a letter for each letter."""
-
-    def cover(found: re.Match) -> str:
-        if found[1] is None:
-            return " " * len(found[0])
-        return found[1] + re.sub(r"[^\n]", "_", found[2]) + found[1]
-
-    return QUOTED.sub(cover, text)
+    return QUOTED.sub(
+        lambda found: found[1] + re.sub(r"[^\n]", "_", found[2]) + found[1] if found[1] else " " * len(found[0]), text
+    )
 
 
 def covered(text: str) -> str:
@@ -84,8 +80,6 @@ def logical_lines(text: str) -> Iterator[Line]:
 
 @dataclass(slots=True)
 class Function:
-    """A function with its body."""
-
     file: str
     name: str
     owner: str  # its class, or ""
@@ -147,26 +141,15 @@ class Declarations:
     """What the sources say of types."""
 
     fields: dict[str, dict[str, str]] = field(default_factory=dict)  # struct or class -> field -> type
-    bases: dict[str, str] = field(default_factory=dict)
     returns: dict[str, dict[str, str]] = field(default_factory=dict)  # function -> module -> type
     takes: dict[str, list[list[str]]] = field(default_factory=dict)  # function -> types, of each that has the name
     constants: set[str] = field(default_factory=set)  # integers that have a name
     nullable: set[str] = field(default_factory=set)  # functions of which some return NULL
     classes: set[str] = field(default_factory=set)
 
-    def owner_of(self, kind: str, name: str) -> str:
-        """The structure or the class that declares a field, or a class below it; "" if none does."""
-        while kind and name not in self.fields.get(kind, ()):
-            kind = self.bases.get(kind, "")
-        return kind
-
-    def type_of(self, kind: str, name: str) -> str:
-        """Type of a field, "" if it is not known."""
-        return self.fields.get(self.owner_of(kind, name), {}).get(name, "")
-
     def another(self, kind: str, name: str) -> str:
         """The next field of the same type, "" if it is the only one; C takes no array for a value."""
-        kinds = self.fields.get(self.owner_of(kind, name), {})
+        kinds = self.fields.get(kind, {})
         same = [other for other in kinds if kinds[other] == kinds.get(name) and "[" not in kinds[other]]
         return same[(same.index(name) + 1) % len(same)] if len(same) > 1 else ""
 
@@ -181,7 +164,7 @@ def declarations(texts: dict[str, str]) -> Declarations:
             for found in re.finditer(r"^ +(?:const )?(\w+[ *]+)(\w+)(?: \"\w+\")?\(", block[1], re.MULTILINE):
                 made.returns.setdefault(found[2], {})[module] = typed(found[1] + "x")[0]
         for found in FUNCTION.finditer(text):
-            parameters = parameters_of(text[found.end() : _closing(text, found.end())])
+            parameters = parameters_of(text[found.end() : text.index(")", found.end())])
             made.returns.setdefault(found[2], {})[module] = typed(found[1] + " x")[0]
             made.takes.setdefault(found[2], []).append([kind for kind, name in parameters if name != "self"])
         made.constants.update(re.findall(rf"^cdef (?:const )?{INTEGERS} ([A-Z][A-Z0-9_]*)\b", text, re.MULTILINE))
@@ -190,15 +173,6 @@ def declarations(texts: dict[str, str]) -> Declarations:
             if any(text[line.first : line.last] == "return NULL" for line in function.body):
                 made.nullable.add(function.name)
     return made
-
-
-def _closing(text: str, at: int) -> int:
-    """Place of the bracket that closes the one before `at`."""
-    depth = 1
-    while depth:
-        depth += (text[at] in "([") - (text[at] in ")]")
-        at += 1
-    return at - 1
 
 
 def _read_blocks(text: str, made: Declarations) -> None:
@@ -212,8 +186,6 @@ def _read_blocks(text: str, made: Declarations) -> None:
             inner = line.indent
         if found := BLOCK.match(words):
             inside, outer, inner = found[2] if found[1] != "enum" else "enum", line.indent, -1
-            if found[3]:
-                made.bases[found[2]] = found[3]
             if found[1] == "class":
                 made.classes.add(inside)
             if inside != "enum":

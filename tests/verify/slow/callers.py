@@ -1,7 +1,7 @@
-"""What one thread does to a pool: calls that have to succeed, calls that have to be refused, and books of its own.
+"""What one thread does to a pool: calls that have to succeed, calls that have to be refused, and an account of its own.
 
 A `Caller` changes only its own sequences, plans and blocks, so it knows what each call on them has to give, whatever
-other threads do to the same pool. A `Rude` caller takes everybody's: there, any documented refusal will do.
+other threads do to the same pool. A `Stranger` takes everybody's: there, any documented refusal will do.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ import random
 from operator import attrgetter
 from typing import Any, ClassVar
 
-import numpy as np
-
 import kvpool
-from kvpool import KVPoolError, OutOfBlocks, OutOfSequences, PlanStateError, StaleHandle
+from kvpool import KVPoolError, OutOfBlocks, OutOfSequences, PlanStateError
 from kvpool.errors import ConcurrentUse, CorruptState
 
 FULL = (OutOfBlocks, OutOfSequences)  # what other threads may cause
 NAMESPACES = (b"", b"tenant")
-CHUNK = 500  # verbs drawn at a time
 TAG_SHIFT = 52
 MOST_OPEN, MOST_BLOCKS = 12, 10
 
@@ -37,20 +34,17 @@ class Caller:
 
     VERBS: ClassVar[dict[str, int]] = {  # with their weights
         "open": 8, "step": 22, "done": 14, "rollback": 4, "fork": 4, "truncate": 5, "close": 7, "commit": 12,
-        "flush": 1, "alloc": 3, "free": 5, "read": 8, "misuse": 6,
+        "alloc": 3, "free": 5, "read": 8,
     }  # fmt: skip
 
     def __init__(self, pool: kvpool.Pool, number: int, seed: int) -> None:
-        self.pool, self.number, self.calls = pool, number, 0
-        self.rng = random.Random(seed << 8 | number)
+        self.pool, self.calls, self.rng = pool, 0, random.Random(seed << 8 | number)
         self.lengths: dict[int, int] = {}  # of open sequences
         self.family: dict[int, int] = {}
         self.blocks: list[int] = []  # of our own
-        self.dead: list[int] = []  # handles that were closed
-        self.free_plans = [kvpool.Plan(pool, 4, 64, formats=("block_tables",)) for _ in range(3)]
-        self.pending: list[tuple[kvpool.Plan, dict[int, int]]] = []  # in step order, with the lengths before
-        self.is_noted: set[int] = set()  # ids of plans whose `done` was said early
-        self.cached = pool.prefix is not None
+        #: Our plans, those of older steps first, and the lengths of their rows before the step.
+        self.plans = {kvpool.Plan(pool, 4, 64, formats=("block_tables",)): {} for _ in range(3)}
+        self.noted: set[kvpool.Plan] = set()  # their `done` was called: they pass with an older plan of others
 
     def run(self, calls: int) -> None:
         """Make about as many calls."""
@@ -58,7 +52,7 @@ class Caller:
         weights = list(self.VERBS.values())
         last = self.calls + calls
         while self.calls < last:
-            for verb in self.rng.choices(verbs, weights, k=min(CHUNK, last - self.calls)):
+            for verb in self.rng.choices(verbs, weights, k=min(500, last - self.calls)):
                 verb()
 
     def call(self, name: str, *args: Any, may: tuple[type[BaseException], ...] = ()) -> Any:
@@ -79,9 +73,20 @@ class Caller:
         raise Wrong(f"{name}{args} was not refused with {kind.__name__}")
 
     def same(self, what: str, found: object, *expected: object) -> None:
-        """The books are right."""
         if found not in expected:
-            raise Wrong(f"thread {self.number}, call {self.calls}: {what} is {found}, expected {expected}")
+            raise Wrong(f"call {self.calls}: {what} is {found}, expected {expected}")
+
+    def some(self, most: int) -> list[int]:
+        """A few open sequences."""
+        return self.rng.sample(list(self.lengths), min(len(self.lengths), self.rng.randint(1, most)))
+
+    def waiting(self) -> list[kvpool.Plan]:
+        """Plans that are pending whatever others do."""
+        return [plan for plan in self.plans if plan.is_pending and plan not in self.noted]
+
+    def idle(self) -> list[kvpool.Plan]:
+        """Plans that are not pending: no call, an attribute."""
+        return [plan for plan in self.plans if not plan.is_pending]
 
     # ------------------------------------------------------------------ sequences
 
@@ -89,40 +94,29 @@ class Caller:
         """An empty one, or with a prompt of which some tokens may be cached."""
         if len(self.lengths) >= MOST_OPEN:
             return self.close()
-        family = self.rng.randrange(6)
-        prompt: Any = self.rng.randrange(9)
-        if self.cached and self.rng.random() < 0.6:
-            prompt = prompt_of(family, 0, self.rng.randrange(1, 24))
-        handle = self.call("open", prompt, self.rng.choice(NAMESPACES), may=FULL)
+        family, prompt = self.rng.randrange(6), self.rng.randrange(9)
+        tokens = prompt_of(family, 0, self.rng.randrange(1, 24))
+        given: Any = tokens if self.pool.prefix is not None and self.rng.random() < 0.6 else prompt
+        handle = self.call("open", given, self.rng.choice(NAMESPACES), may=FULL)
         if handle is not None:
             found = self.call("num_tokens", handle)
-            if found and (isinstance(prompt, int) or found >= len(prompt)):
-                raise Wrong(f"{found} cached tokens of the prompt {prompt}")
+            self.same("a hit", found, *(range(len(tokens)) if given is tokens else [0]))
             self.lengths[handle], self.family[handle] = found, family
         return None
 
-    def some(self, most: int = 4) -> list[int]:
-        """A few open sequences."""
-        return self.rng.sample(list(self.lengths), min(len(self.lengths), self.rng.randint(1, most)))
-
     def fork(self) -> None:
         """Children of the same length."""
-        if len(self.lengths) < MOST_OPEN:
-            for parent in self.some(1):
-                children = self.call("fork", parent, 2, may=FULL)
-                for child in [] if children is None else children.tolist():
-                    self.lengths[child], self.family[child] = self.lengths[parent], self.family[parent]
-
-    def waiting(self) -> list[kvpool.Plan]:
-        """Plans of ours that are pending whatever others do. One that was declared done passes with an older one."""
-        return [plan for plan, _ in self.pending if id(plan) not in self.is_noted]
+        for parent in self.some(1) if len(self.lengths) < MOST_OPEN else []:
+            children = self.call("fork", parent, 2, may=FULL)
+            for child in [] if children is None else children.tolist():
+                self.lengths[child], self.family[child] = self.lengths[parent], self.family[parent]
 
     def truncate(self) -> None:
-        """Refused for rows of pending plans; of a plan that was declared done, others may decide."""
+        """Refused for rows of pending plans; of one whose `done` was called, others may decide."""
         for handle in self.some(1):
             before, length = self.lengths[handle], self.rng.randint(0, self.lengths[handle])
-            plans = [plan for plan, rows in self.pending if handle in rows]
-            if any(id(plan) not in self.is_noted for plan in plans):
+            plans = [plan for plan, rows in self.plans.items() if handle in rows and plan.is_pending]
+            if set(plans) - self.noted:
                 self.refuse(PlanStateError, "truncate", handle, length)
                 continue
             self.call("truncate", handle, length, may=(PlanStateError,) if plans else ())
@@ -139,22 +133,20 @@ class Caller:
                 self.call("defer_close", handle)
         for handle in rows:
             del self.lengths[handle], self.family[handle]
-        self.dead = [*self.dead, *rows][-20:]
 
     # ------------------------------------------------------------------ steps
 
     def step(self) -> None:
         """A step of a few rows, some with many tokens, or blocks for one; a plan that is pending is refused."""
-        self.look()
-        rows, name = self.some(), self.rng.choice(("step",) * 9 + ("reserve",))
-        if not self.free_plans:
+        rows, name = self.some(4), self.rng.choice(("step",) * 9 + ("reserve",))
+        if not self.idle():
             for plan in self.waiting()[:1]:
                 self.refuse(PlanStateError, name, plan, rows, 1)
             return self.done()
         new = [self.rng.choice((1, 1, 1, 0, 5, 9)) for _ in rows]
         if any(self.lengths[h] + n > MOST_BLOCKS * self.pool.block_size for h, n in zip(rows, new, strict=True)):
             return self.close()
-        plan, before = self.free_plans[-1], {handle: self.lengths[handle] for handle in rows}
+        plan, before = self.idle()[0], {handle: self.lengths[handle] for handle in rows}
         self.call(name, plan, rows, new, may=FULL)
         after = {handle: before[handle] + n * (name == "step") for handle, n in zip(rows, new, strict=True)}
         if self.pool.options.in_order:
@@ -162,80 +154,63 @@ class Caller:
             self.same("lengths after a step", found, before, after)
             self.lengths |= found
         elif plan.is_pending:
-            self.free_plans.remove(plan)
-            self.pending.append((plan, before))
+            del self.plans[plan]
+            self.plans[plan] = before
+            self.noted.discard(plan)
             self.lengths |= after
         return None
 
-    def look(self) -> None:
-        """Plans that passed in the meantime, after older ones of other threads: no call, an attribute."""
-        for plan in [plan for plan, _ in self.pending if not plan.is_pending]:
-            self.pending = [entry for entry in self.pending if entry[0] is not plan]
-            self.is_noted.discard(id(plan))
-            self.free_plans.append(plan)
-
     def done(self) -> None:
-        """The oldest of ours that nobody has declared done; a second time is refused."""
-        self.look()
+        """The oldest that waits for it; a second time is refused."""
         for plan in self.waiting()[:1]:
             self.call("done", plan)
-            self.is_noted.add(id(plan))
-            return self.look()
-        return self.refuse(PlanStateError, "done", [*self.free_plans, *(plan for plan, _ in self.pending)][0])
+            return self.noted.add(plan)
+        return self.refuse(PlanStateError, "done", next(iter(self.plans)))
 
     def rollback(self) -> None:
         """The newest of ours, if it is the newest of the pool and has no children."""
-        self.look()
-        if not self.pending or id(self.pending[-1][0]) in self.is_noted:
-            return self.refuse(PlanStateError, "rollback", self.pending[-1][0] if self.pending else self.free_plans[0])
-        plan, before = self.pending[-1]
+        plan = list(self.plans)[-1]
+        if plan not in self.waiting():
+            return self.refuse(PlanStateError, "rollback", plan)
         self.call("rollback", plan, may=(PlanStateError,))
         if not plan.is_pending:
-            self.lengths |= {handle: length for handle, length in before.items() if handle in self.lengths}
-            self.look()
+            self.lengths |= {handle: n for handle, n in self.plans[plan].items() if handle in self.lengths}
+            self.plans = {plan: self.plans[plan]} | self.plans
         return None
 
     # ------------------------------------------------------------------ prefix cache, blocks
 
     def commit(self) -> None:
         """Tokens from where the sequence's commits ended; refused where they are not done yet."""
-        for handle in self.some(1) if self.cached else []:
+        for handle in self.some(1) if self.pool.prefix is not None else []:
             start = self.call("prefix.committed", handle)
             end = self.rng.randint(start, max(start, self.lengths[handle]))
             self.call("prefix.commit", handle, prompt_of(self.family[handle], start, end), may=(ValueError,))
 
-    def flush(self) -> None:
-        """Forget a namespace, or all of them; each thread takes some of the events."""
-        if self.cached and self.rng.random() < 0.3:
-            self.call("prefix.flush", self.rng.choice((None, *NAMESPACES)))
-            self.same("types of events", {type(event) for event in self.call("prefix.events")}, {tuple}, set())
-
     def alloc(self) -> None:
         """Blocks of our own."""
-        if len(self.blocks) < 12:
-            ids = self.call("blocks.alloc", 3, may=FULL)
-            found = [] if ids is None else ids.tolist()
-            self.same("blocks that are given twice", {*found} & {*self.blocks}, set())
-            self.blocks += found
+        ids = self.call("blocks.alloc", 3, may=FULL) if len(self.blocks) < 12 else None
+        found = [] if ids is None else ids.tolist()
+        self.same("blocks that are given twice", {*found} & {*self.blocks}, set())
+        self.blocks += found
 
     def free(self) -> None:
         """One of them; what has another reference is not freed."""
         if self.blocks:
             block = self.blocks.pop(self.rng.randrange(len(self.blocks)))
-            if self.rng.random() < 0.5:
-                self.call("blocks.incref", [block])
-                self.same(f"refcount of block {block}", self.call("blocks.refcount", block), 2)
-                self.refuse(ValueError, "blocks.free", [block])
-                self.call("blocks.decref", [block])
+            self.call("blocks.incref", [block])
+            self.same(f"refcount of block {block}", self.call("blocks.refcount", block), 2)
+            self.refuse(ValueError, "blocks.free", [block])
+            self.call("blocks.decref", [block])
             self.call("blocks.free", [block])
 
-    # ------------------------------------------------------------------ readers, refusals
+    # ------------------------------------------------------------------ readers
 
     def read(self) -> None:
-        """Readers, which are never refused and agree with the books."""
+        """Readers, which are never refused and agree with what is known."""
         stats, usable = self.call("stats"), self.pool.num_blocks - self.pool.options.reserved_blocks
         self.same("blocks in all places", stats.free + stats.limbo + stats.used, usable)
-        self.call(self.rng.choice(("digest", "fingerprint", *(["prefix.stats"] if self.cached else []))))
+        self.call(self.rng.choice(("digest", "fingerprint", *(["prefix.stats"] if self.pool.prefix else []))))
         for handle in self.some(1):
             self.same("is_open", self.call("is_open", handle), True)
             self.same("num_tokens", self.call("num_tokens", handle), self.lengths[handle])
@@ -246,15 +221,6 @@ class Caller:
             if self.rng.random() < 0.05:
                 self.call("check")
 
-    def misuse(self) -> None:
-        """Calls that are wrong in one way."""
-        for handle in self.dead[-1:]:
-            self.same("a closed handle", self.call("is_open", handle), False)
-            self.refuse(StaleHandle, "close", handle)
-        for handle in self.some(1):
-            self.refuse(ValueError, "truncate", [handle, handle], [0, 0])
-        self.refuse(TypeError, "close", "handle")
-
     def leave(self) -> None:
         """Give everything back: what is left in the pool then is nobody's."""
         for plan in self.waiting():
@@ -263,24 +229,21 @@ class Caller:
         self.call("close", list(self.lengths))
 
 
-class Rude:
-    """Takes the sequences and plans of all threads: any documented refusal will do."""
+class Stranger:
+    """Takes the sequences and plans of all threads, `everybody`: any documented refusal will do."""
 
-    def __init__(self, pool: kvpool.Pool, number: int, seed: int, everybody: list[Rude]) -> None:
+    def __init__(self, pool: kvpool.Pool, number: int, seed: int, everybody: list[Stranger]) -> None:
         self.pool, self.rng, self.calls = pool, random.Random(seed << 8 | number), 0
         self.plans = [kvpool.Plan(pool, 4, 64, formats=("block_tables",)) for _ in range(3)]
         self.handles: list[int] = []
         self.everybody = everybody
         everybody.append(self)
 
-    def some(self) -> list[int]:
-        """A few sequences of one thread, which may be closed by now."""
-        handles = list(self.rng.choice(self.everybody).handles) or [0]  # a copy: it changes meanwhile
-        return self.rng.sample(handles, min(len(handles), self.rng.randint(1, 4)))
-
     def drawn(self) -> tuple[Any, ...]:
         """A call: its name, and what it is given."""
-        rng, rows, plan = self.rng, self.some(), self.rng.choice(self.rng.choice(self.everybody).plans)
+        rng, plan = self.rng, self.rng.choice(self.rng.choice(self.everybody).plans)
+        handles = list(rng.choice(self.everybody).handles) or [0]  # a copy: it changes meanwhile
+        rows = rng.sample(handles, min(len(handles), rng.randint(1, 4)))
         tokens = prompt_of(rng.randrange(6), 0, rng.randrange(1, 24))
         cache = [("prefix.commit", rows[0], tokens), ("prefix.flush",), ("prefix.events",), ("prefix.match", tokens)]
         kinds: tuple[list[tuple[Any, ...]], ...] = (
@@ -294,7 +257,7 @@ class Rude:
         return rng.choice(rng.choices(kinds, (2, 3, 1, 1, 1, 1))[0])
 
     def call(self, name: str, *args: Any) -> Any:
-        """Any documented refusal will do, but for those that say that threads are in each other's way."""
+        """A refusal must not say that threads are in each other's way."""
         self.calls += 1
         try:
             return attrgetter(name)(self.pool)(*args)
@@ -308,14 +271,13 @@ class Rude:
         for _ in range(calls):
             name, *args = self.drawn()
             found = self.call(name, *args)
-            if name in ("open", "fork") and found is not None:
-                self.handles = [*self.handles, *np.atleast_1d(found).tolist()]
+            if found is not None and name in ("open", "fork"):
+                self.handles = [*self.handles, *([found] if name == "open" else found.tolist())]
             while len(self.handles) > MOST_OPEN:
                 self.call("close", self.handles.pop(0))
 
     def leave(self) -> None:
         """One by one: what is closed already is refused."""
-        for plan in self.plans:
-            self.call("done", plan)
-        for handle in self.handles:
-            self.call("close", handle)
+        for name, given in (("done", self.plans), ("close", self.handles)):
+            for one in given:
+                self.call(name, one)

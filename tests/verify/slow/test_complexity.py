@@ -1,58 +1,126 @@
-"""Instructions of single operations, counted by callgrind: a pool of a million blocks takes those of a small one.
+"""Instructions of random programs, counted by callgrind: in a pool of a million blocks they take those of a small one.
 
-Counts do not depend on caches, clocks or neighbours.
+All blocks of a pool but a few are taken before, so a program of the fuzzer does the same in pools of any size. Counts
+do not depend on caches, clocks or neighbours. ``python -m tests.verify.slow.test_complexity`` is what is counted.
 """
 
+import gc
 import json
-import statistics
+import sys
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import callgrind
-from tests.verify.slow.singles import BATCH, GROUP_CALLS, GROUP_COUNTS, name_of, operations
+from kvpool import Group, Pool
+from tests.verify._verify import Run
+from tests.verify.words import FULL_ONLY, shape_of
+from tests.verify.wrapped import Wrapped
+
+SEEDS, WORDS, WITHIN = (3, 6, 10, 13), 800, 0.05
+TAKEN, FEW_TAKEN, GROUPS = (1_000, 30_000, 1_000_000), (1_000, 100_000), (1, 2, 4, 8)
+
+
+class Counted(Wrapped):
+    """A pool whose calls are counted. `taken` blocks of it are no part of the program."""
+
+    taken, marks = 0, None
+
+    def made(self, name, call, given, options, part=None):
+        self.marks.count_toggle()
+        try:
+            return call(*given, **options)
+        finally:
+            self.marks.count_toggle()
+
+    def check(self):
+        """It looks at every block, as `fingerprint` does, and nobody counts it."""
+
+    def fingerprint(self):
+        return 0
+
+    def stats(self, arena=0):
+        found = Pool.stats(self, arena)
+        return found._replace(used=found.used - (0 if arena else self.taken))
+
+
+class Careless(Counted):
+    """Looks at the whole pool in every fork."""
+
+    def fork(self, handle, n=1):
+        return self.made("fork", lambda: (Pool.fork(self, handle, n), Pool.fingerprint(self))[0], (), {})
+
+
+def shape(seed, taken, num_groups):
+    """The run of a seed in a pool with so many blocks more; or on so many equal windows, without a prefix cache."""
+    found = shape_of(seed, ("reset", "flush", *(FULL_ONLY if num_groups else ())))  # these look at the whole pool
+    pool = found.pool
+    if num_groups:
+        groups = [Group.window(4 * pool["block_size"], block_size=pool["block_size"])] * num_groups
+        pool |= {"groups": groups, "num_blocks": 100 * num_groups, "watermark": 0, "lookahead": 0}
+    return replace(found, pool=pool | {"num_blocks": pool["num_blocks"] + taken})
+
+
+def count(kind, cases):
+    """Under callgrind: dump the instructions of each case, and tell what was met."""
+    Counted.marks = callgrind.marks()
+    Counted.marks.count_prepare()
+    gc.disable()
+    for seed, taken, num_groups in [cases[0], *cases]:  # Python rewrites the code of a function in its first runs
+
+        def make_pool(taken=taken, **options):
+            pool = kind(**options)
+            Pool.blocks.__get__(pool).alloc(taken)
+            pool.taken = taken
+            return pool
+
+        run = Run(shape(seed, taken, num_groups), make_pool)
+        run.run(WORDS)
+        met = {name: times for name, times in run.facts()[1].items() if name in ("calls", "refused", "hits")}
+        Counted.marks.count_dump(json.dumps([seed, taken, num_groups, met]).encode())
+        run.shutdown()
+
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not callgrind.is_here(), reason="valgrind counts the instructions, and is not here"),
 ]
-SIZES, FEW_SIZES = (1_000, 10_000, 100_000, 1_000_000), (1_000, 20_000)
-WITHIN = 0.05
 
 
-def counted(sizes, careless=False):
-    """Operation -> blocks -> median of instructions, what an empty operation costs taken off."""
-    command = ("-m", "tests.verify.slow.singles", json.dumps([sizes, careless]))
-    runs = {}
-    for mark, counts in callgrind.counted(*command, PYTHONHASHSEED="0").items():
-        name, _, size = mark.rpartition("|")
-        runs.setdefault(name, {})[int(size)] = statistics.median(counts)
-    nothing = runs.pop("nothing")[0]
-    return {name: {size: (by[size] - nothing) / BATCH for size in sorted(by)} for name, by in sorted(runs.items())}
-
-
-def grown(counts):
-    """Operation -> how much more it takes where it takes most."""
-    return {name: max(by.values()) / min(by.values()) - 1 for name, by in counts.items()}
-
-
-def bent(counts):
-    """Call -> what a group adds behind half of the groups, over what one adds up to there; 1: linear."""
-    few, half, many = GROUP_COUNTS[0], GROUP_COUNTS[-2], GROUP_COUNTS[-1]
+def counted(cases, kind="Counted"):
+    """Instructions of each case, and what it met."""
+    command = ("-m", "tests.verify.slow.test_complexity", kind, json.dumps(cases))
     found = {}
-    for call in GROUP_CALLS:
-        cost = {n: min(counts[name_of(call, n)].values()) for n in GROUP_COUNTS}
-        found[call] = (cost[many] - cost[half]) / (many - half) / ((cost[half] - cost[few]) / (half - few))
+    for mark, counts in callgrind.counted(*command, PYTHONHASHSEED="0").items():
+        *case, met = json.loads(mark)
+        found[tuple(case)] = counts[-1], met
     return found
 
 
-def test_operation_takes_the_same_at_every_size_and_a_group_the_same_as_another():
-    counts = counted(SIZES)
-    assert set(counts) == set(operations(SIZES[0]))
-    for name, by in counts.items():
-        print(f"{name}: {', '.join(f'{n:,.0f}' for n in by.values())} instructions")
-    assert not {name: more for name, more in grown(counts).items() if more > WITHIN}
-    assert not {call: ratio for call, ratio in bent(counts).items() if ratio > 1 + WITHIN}
+def grown(found):
+    """How much more a program takes in the pool where it takes most. It did the same in all."""
+    counts, met = zip(*found.values(), strict=True)
+    assert all(one == met[0] for one in met), found
+    return max(counts) / min(counts) - 1
 
 
-def test_operations_that_look_at_the_whole_pool_are_detected():
-    assert all(more > WITHIN for more in grown(counted(FEW_SIZES, careless=True)).values())
+@pytest.mark.parametrize("seed", SEEDS)
+def test_program_takes_the_same_in_every_size_of_pool(seed):
+    found = counted([(seed, taken, 0) for taken in TAKEN])
+    print(found)
+    assert grown(found) <= WITHIN
+
+
+def test_group_takes_the_same_as_another():
+    found = counted([(4, 1_000, n) for n in GROUPS])
+    print(found)
+    one, _, half, many = (found[4, 1_000, n][0] for n in GROUPS)
+    assert (many - half) / 4 <= (half - one) / 3 * (1 + WITHIN)
+
+
+def test_call_that_looks_at_the_whole_pool_is_detected():
+    assert grown(counted([(SEEDS[0], taken, 0) for taken in FEW_TAKEN], "Careless")) > WITHIN
+
+
+if __name__ == "__main__":
+    count({"Counted": Counted, "Careless": Careless}[sys.argv[1]], [tuple(case) for case in json.loads(sys.argv[2])])

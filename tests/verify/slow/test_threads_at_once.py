@@ -55,7 +55,7 @@ class Refusing(kvpool.Pool):
         raise ConcurrentUse("[table] the pool is inside another call")
 
 
-@pytest.mark.parametrize(("case", "kind"), [(threads.shared, Forgetful), (threads.rude, Refusing)])
+@pytest.mark.parametrize(("case", "kind"), [(threads.shared, Forgetful), (threads.strangers, Refusing)])
 def test_pool_that_does_something_else_is_detected(case, kind, monkeypatch):
     monkeypatch.setattr(threads, "Pool", kind)
     with pytest.raises((Wrong, kvpool.KVPoolError)):
@@ -78,9 +78,12 @@ def no_tsan():
     return ""
 
 
-TSAN_IS_REFUSED, FREE_IS_MISSING = no_tsan(), interpreter.missing() or ""
-tsan = [pytest.mark.slow, pytest.mark.skipif(TSAN_IS_REFUSED != "", reason=TSAN_IS_REFUSED)]
-free = [pytest.mark.slow, pytest.mark.skipif(FREE_IS_MISSING != "", reason=FREE_IS_MISSING)]
+def slow_unless(missing):
+    """A mark of slow tests, which are skipped where something is missing."""
+    return lambda test: pytest.mark.slow(pytest.mark.skipif(missing != "", reason=missing)(test))
+
+
+tsan, free = slow_unless(no_tsan()), slow_unless(interpreter.missing() or "")
 
 
 def finding_of(variant, case, calls):
@@ -109,24 +112,20 @@ def driver():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("case", "calls"),
-    [
-        pytest.param(threads.hammered, HAMMERED, marks=tsan),
-        pytest.param(threads.shared, HAMMERED // 100, marks=tsan),
-    ],
-)
+@tsan
+@pytest.mark.parametrize(("case", "calls"), [(threads.hammered, HAMMERED), (threads.shared, HAMMERED // 100)])
 def test_tsan_has_no_report_of_threads_on_pools(driver, case, calls):
     finding, _ = finding_of("tsan", case, calls)
     assert not finding, finding
 
 
-@pytest.mark.parametrize("case", [pytest.param(threads.hammered_without_a_lock, marks=tsan)])
-def test_tsan_reports_threads_that_nothing_keeps_apart(driver, case):
-    assert WARNING in finding_of("tsan", case, LEAST)[0]
+@tsan
+def test_tsan_reports_threads_that_nothing_keeps_apart(driver):
+    assert WARNING in finding_of("tsan", threads.hammered_without_a_lock, LEAST)[0]
 
 
-@pytest.mark.parametrize("variant", [pytest.param(name, marks=free) for name in CALLS])
+@free
+@pytest.mark.parametrize("variant", CALLS)
 @pytest.mark.parametrize("case", [*threads.POOLS, threads.stores])
 def test_free_threads_on_pools_and_stores_have_no_finding(variant, case):
     calls = STORES if case is threads.stores else CALLS
@@ -134,21 +133,21 @@ def test_free_threads_on_pools_and_stores_have_no_finding(variant, case):
     assert not finding, finding
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=free) for name in ("free-unlocked", "free-tsan-unlocked")]
-)
+@free
+@pytest.mark.parametrize("variant", ["free-unlocked", "free-tsan-unlocked"])
 def test_free_threads_find_a_lock_that_locks_nothing(variant):
     assert finding_of(variant, threads.shared, 60_000)[0]
 
 
-@pytest.mark.parametrize("folder", [pytest.param(name, marks=free) for name in FOLDERS])
+@free
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_free_core_and_stores_pass_their_tests(folder):
     done = builds.run("free", ["-m", "pytest", "-q", "-n", "2", "-m", "not long and not slow", f"tests/{folder}"])
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("calls", [pytest.param(200_000, marks=free)])
-def test_free_threads_on_two_pools_cost_what_one_costs(calls):
-    finding, facts = finding_of("free", threads.cost, calls)
+@free
+def test_free_threads_on_two_pools_cost_what_one_costs():
+    finding, facts = finding_of("free", threads.cost, 200_000)
     assert not finding, finding
     assert facts["ratio"] <= COST_MAX, f"{facts} on {os.cpu_count()} cores"

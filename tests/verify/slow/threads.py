@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 import kvpool
 from kvpool import KVSpec, Plan, Pool
 from kvpool.errors import ConcurrentUse
-from tests.verify.slow.callers import TAG_SHIFT, Caller, Rude, Wrong
+from tests.verify.slow.callers import TAG_SHIFT, Caller, Stranger, Wrong
 
 THREADS = 4
 ROUND = 20_000  # calls of a pool's life
@@ -30,23 +31,14 @@ KINDS = ({}, {"prefix_cache": True, "events": 64}, {"in_order": True}, {"prefix_
 
 def together(work: Callable[[int], None], threads: int = THREADS) -> None:
     """Run ``work(number)`` in each thread, all at once; an exception of one is raised."""
-    errors: list[BaseException] = []
     start = threading.Barrier(threads)
 
     def run(number: int) -> None:
         start.wait()
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
+        work(number)
 
-    running = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, range(threads)))
 
 
 def new_pool(turn: int) -> Pool:
@@ -54,7 +46,7 @@ def new_pool(turn: int) -> Pool:
     return Pool(180, 4, max_seqs=40, max_blocks_per_seq=12, seed=turn, **KINDS[turn % len(KINDS)])
 
 
-def rounds(calls: int, seed: int, make: Callable[[Pool, int], Caller | Rude]) -> int:
+def rounds(calls: int, seed: int, make: Callable[[Pool, int], Caller | Stranger]) -> int:
     """All threads on one pool, again and again on a new one, until so many calls were made."""
     made = 0
     for turn in range(seed, seed + max(1, calls // ROUND)):
@@ -76,14 +68,14 @@ def shared(calls: int, seed: int) -> dict:
     return {"calls": rounds(calls, seed, lambda pool, number: Caller(pool, number, seed))}
 
 
-def rude(calls: int, seed: int) -> dict:
+def strangers(calls: int, seed: int) -> dict:
     """One pool; the threads take each other's sequences and plans."""
-    everybody: list[Rude] = []
+    everybody: list[Stranger] = []
 
-    def make(pool: Pool, number: int) -> Rude:
+    def make(pool: Pool, number: int) -> Stranger:
         if number == 0:
             everybody.clear()
-        return Rude(pool, number, seed, everybody)
+        return Stranger(pool, number, seed, everybody)
 
     return {"calls": rounds(calls, seed, make)}
 
@@ -163,17 +155,16 @@ class Engine:
     def run(self, turns: int) -> float:
         """Seven calls a turn; CPU seconds."""
         pool, plan, handles = self.pool, self.plan, self.handles
-        step, done, make, close, fork, stats = pool.step, pool.done, pool.open, pool.close, pool.fork, pool.stats
         begun = time.thread_time()
         for _ in range(turns):
             if self.turns % 1000 == 0:
                 pool.truncate(handles, 0)
-            step(plan, handles)
-            done(plan)
-            handle = make(4)
-            close(fork(handle))
-            close(handle)
-            stats()
+            pool.step(plan, handles)
+            pool.done(plan)
+            handle = pool.open(4)
+            pool.close(pool.fork(handle))
+            pool.close(handle)
+            pool.stats()
             self.turns += 1
         return time.thread_time() - begun
 
@@ -184,25 +175,21 @@ def cost(calls: int, seed: int) -> dict:
     Only windows count in which the other thread made nearly as many turns: on a busy machine it may not have run.
     """
     turns, alone, both = max(500, calls // 7 // 40), [], []
-    engines = [Engine(seed), Engine(seed + 1)]
+    one, other = Engine(seed), Engine(seed + 1)
     stop = threading.Event()
 
-    def window(number: int) -> None:
-        for _ in range(20):
-            before = engines[1 - number].turns
-            seconds = engines[number].run(turns)
-            if engines[1 - number].turns - before > 0.8 * turns:
+    def work(number: int) -> None:
+        for _ in range(20 if number == 0 else 0):
+            before = other.turns
+            seconds = one.run(turns)
+            if other.turns - before > 0.8 * turns:
                 both.append(seconds)
+        while number and not stop.is_set():
+            other.run(100)
         stop.set()
 
-    def work(number: int) -> None:
-        if number == 0:
-            window(number)
-        while not stop.is_set():
-            engines[number].run(100)
-
     for _ in range(6):
-        together(lambda number: alone.append(min(engines[0].run(turns) for _ in range(5))), threads=1)
+        together(lambda _: alone.append(min(one.run(turns) for _ in range(5))), threads=1)
         stop.clear()
         together(work, threads=2)
     if not both:
@@ -237,7 +224,7 @@ def hammered_without_a_lock(operations: int, seed: int) -> dict:
     return {"calls": operations}
 
 
-POOLS = (shared, rude, apart)
+POOLS = (shared, strangers, apart)
 CASES = {case.__name__: case for case in (*POOLS, stores, cost, hammered, hammered_without_a_lock)}
 
 if __name__ == "__main__":
