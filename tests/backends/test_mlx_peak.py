@@ -1,7 +1,4 @@
-"""MLX's own peak of memory stays flat while an engine decodes: no step copies a pool array.
-
-That a copy shows in it: test_mlx_kernels.py.
-"""
+"""MLX's own peak of memory stays flat while an engine decodes: no step copies a pool array."""
 
 import mlx.core as mx
 import pytest
