@@ -31,7 +31,6 @@ _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}  # errors that say nothing about a file: tried again
-_SEGMENT_HOURS = 12  # that a segment grows, at most. When it is sealed, only the bytes that it has count
 
 
 @dataclass(slots=True)
@@ -54,15 +53,12 @@ class _Growing:
     stem: str
     fd: int
     end: int
-    granted: int  # bytes that it may have
-    since: int  # the hour in which it began
-    counted: int  # the hour in which these bytes count
     names: list[int]
     offsets: list[int]
 
-    def fits(self, nbytes: int) -> bool:
+    def fits(self, nbytes: int, most: int) -> bool:
         footer = form.aligned((len(self.names) + 1) * form.FOOTER.itemsize) + form.TRAILER.size
-        return self.end + nbytes + footer <= self.granted
+        return self.end + nbytes + footer <= most
 
 
 class DiskStore:
@@ -159,6 +155,7 @@ class DiskStore:
         self._listed: list[Listed] = []  # what was in the directory. The thread's alone, as what follows
         self._listed_at = -1  # the directory's time of modification then, -1: it may change within the same moment
         self._growing: _Growing | None = None
+        self._allowed = (0, 0)  # an hour, and the bytes that it may still write in it
         self._worthless: set[str] = set()  # of those refused: damaged, or of another layout
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
         self._refusal = ""  # why it pauses; empty when a block was written
@@ -358,14 +355,32 @@ class DiskStore:
 
     def _growing_with_room(self, nbytes: int) -> _Growing | None:
         """The segment to append to; None in a pause. `OSError` if the disk, the quota or the budget refuse."""
-        growing = self._growing
-        if growing is not None and (self._is_old(growing) or not growing.fits(nbytes)):
+        if self._growing is not None and not self._growing.fits(nbytes, self.segment_nbytes):
             self._seal()
-        if self._growing is None and time.monotonic() >= self._paused_until:
+        if self._growing is not None:
+            self._spend(nbytes + form.FOOTER.itemsize)
+        elif time.monotonic() >= self._paused_until:
             self._come_back()
+            self._spend(form.HEADER.size + nbytes + form.ALIGNMENT + form.TRAILER.size)
             with self._folder.lock():
-                self._begin(nbytes)
+                self._begin()
         return self._growing
+
+    def _spend(self, nbytes: int) -> None:
+        """Take bytes from the budget before they are written; `Refused` if it has not so many."""
+        budget = self.write_nbytes_per_day
+        if budget is None:
+            return
+        hour, left = self._allowed
+        if hour != this_hour():  # what it took and did not write stays with that hour
+            hour, left = this_hour(), 0
+        if left < nbytes:
+            with self._folder.lock():
+                left += self._folder.granted(max(nbytes, self.segment_nbytes // 8), budget)
+        self._allowed = hour, left
+        if left < nbytes:
+            raise Refused(f"[DiskStore] the budget of {budget} bytes per day is used up")
+        self._allowed = hour, left - nbytes
 
     def _come_back(self) -> None:
         """Make the directory anew if somebody has deleted it."""
@@ -385,40 +400,15 @@ class DiskStore:
             _log.warning("[DiskStore] %s takes nothing for %d s: %s", self._folder.path, _PAUSE_SECONDS, text)
         self._refusal = kind
 
-    def _is_old(self, growing: _Growing) -> bool:
-        return self.write_nbytes_per_day is not None and this_hour() - growing.since >= _SEGMENT_HOURS
-
-    def _recount(self) -> None:
-        """Seal a segment that is old. Count the share of one that grows in this hour: it may be written now."""
-        growing = self._growing
-        if growing is None or self.write_nbytes_per_day is None or growing.counted == this_hour():
-            return
-        if self._is_old(growing):
-            return self._seal()
-        with suppress(OSError), self._folder.lock():
-            self._folder.settled(growing.granted, growing.counted, growing.granted)
-            growing.counted = this_hour()
-
-    def _begin(self, nbytes: int) -> None:
-        """Begin a segment for a record of `nbytes`; `Refused` if budget or quota do not allow it. With the lock."""
-        budget = self.write_nbytes_per_day
-        hour = this_hour()
-        growing = _Growing(-1, "", -1, form.HEADER.size, 0, hour, hour, [], [])
-        growing.granted = self._folder.granted(self.segment_nbytes, budget)
-        try:
-            if not growing.fits(nbytes):
-                raise Refused(f"[DiskStore] the budget of {budget} bytes per day is used up")
-            self._make_room()
-            growing.stem, growing.fd = self._folder.create(form.packed_header(self.layout.digest))
-        except OSError:
-            if budget is not None:
-                self._folder.settled(growing.granted, growing.counted, 0)
-            raise
+    def _begin(self) -> None:
+        """Begin a segment. With the lock of the folder."""
+        self._make_room()
+        stem, fd = self._folder.create(form.packed_header(self.layout.digest))
         with self._lock:
-            growing.number = self._know(_Segment(growing.stem, form.KIND, False, growing.end))
+            number = self._know(_Segment(stem, form.KIND, False, form.HEADER.size))
             self._held_nbytes += form.HEADER.size
         self._count(written_nbytes=form.HEADER.size)
-        self._growing = growing
+        self._growing = _Growing(number, stem, fd, form.HEADER.size, [], [])
 
     def _make_room(self, is_full: bool = False) -> None:
         """Delete segments until a new one fits quota and disk; `Refused` if it cannot. With the lock of the folder.
@@ -447,27 +437,21 @@ class DiskStore:
         entries = np.zeros(len(growing.names), form.FOOTER)
         entries["name"], entries["offset"] = growing.names, growing.offsets
         try:
-            size = self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
+            self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
         except OSError:
             return self._count(errors=1)  # a later look at the directory adopts it
-        try:
-            if self.write_nbytes_per_day is not None:
-                with self._folder.lock():
-                    self._folder.settled(growing.granted, growing.counted, size)
-        except OSError:
-            self._count(errors=1)
         with self._lock:
             segment = self._segments.get(growing.number)
             if segment is not None:  # the store is not closed, and nobody has deleted the file
                 segment.is_sealed, segment.blocks = True, len(entries)
                 self._index.merge({growing.number: entries})
 
-    def _close_segment(self, stem: str, fd: int, entries: np.ndarray, end: int, kind: int) -> int:
-        """Cut off what is behind the last record, write the footer, seal; return the size of the file."""
+    def _close_segment(self, stem: str, fd: int, entries: np.ndarray, end: int, kind: int) -> None:
+        """Cut off what is behind the last record, write the footer, seal."""
         try:
             if not len(entries):
                 self._folder.remove(stem + GROWING)
-                return 0
+                return
             os.ftruncate(fd, end)
             footer = form.packed_footer(self.layout.digest, entries, end, kind)
             try:
@@ -483,7 +467,6 @@ class DiskStore:
         with self._lock:
             self._held_nbytes += written
         self._count(written_nbytes=written)
-        return end + written
 
     # ---------------------------------------------------------------------- the directory
 
@@ -492,7 +475,6 @@ class DiskStore:
         if self._is_closed:
             self.ready.set()
             return
-        self._recount()
         try:
             self._come_back()
             if not (self.ready.is_set() or self._folder.is_read_only):
