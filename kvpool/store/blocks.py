@@ -192,6 +192,10 @@ class TierStats(NamedTuple):
     write_seconds: float = 0.0  #: CPU time of the thread that writes
     reserve_nbytes: int = 0  #: gauge: free bytes of the disk that it leaves to others
 
+    def plus(self, **more: int) -> TierStats:
+        """These counters, some of them larger by so much."""
+        return self._replace(**{name: getattr(self, name) + count for name, count in more.items()})
+
 
 @runtime_checkable
 class BlockStore(Protocol):

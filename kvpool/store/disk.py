@@ -161,7 +161,6 @@ class DiskStore:
         self._refusal = ""  # why it pauses; empty when a block was written
         self._touched = time.monotonic()
         self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds)
-        self._outbox.start()
 
     def __repr__(self) -> str:
         return f"<DiskStore in {self._folder.path}, {len(self._index)} blocks, at most {self.max_nbytes} bytes>"
@@ -302,10 +301,7 @@ class DiskStore:
     # ---------------------------------------------------------------------- the thread
 
     def _write(self, items: list[Waiting]) -> None:
-        for item in items:
-            self._write_one(item)
-
-    def _write_one(self, item: Waiting) -> None:
+        (item,) = items  # its outbox has no batches
         with self._lock:
             if self._index.find(np.array([item.name], np.uint64))[0] != form.Index.NOWHERE:
                 return  # another process was faster
@@ -623,7 +619,7 @@ class DiskStore:
         segment = self._segments.pop(number, None)
         if segment is not None:
             del self._numbers[segment.stem]
-            self._counts = self._counts._replace(evicted=self._counts.evicted + self._index.drop({number}))
+            self._counts = self._counts.plus(evicted=self._index.drop({number}))
 
     def _touch_used(self) -> None:
         """Write down which segments were of use, for whoever makes room: this process, another, a later one."""
@@ -639,8 +635,7 @@ class DiskStore:
 
     def _count(self, **more: int) -> None:
         with self._lock:
-            counts = self._counts
-            self._counts = counts._replace(**{name: getattr(counts, name) + n for name, n in more.items()})
+            self._counts = self._counts.plus(**more)
 
 
 def _is_whole(fd: int, offset: int, kind: int) -> bool:

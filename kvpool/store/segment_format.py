@@ -192,13 +192,6 @@ def read_head(fd: int, offset: int, size: int, kind: int) -> tuple[Head, bytes] 
     return head, tokens
 
 
-def scan(fd: int, begin: int, size: int, kind: int) -> Iterator[tuple[int, Head, bytes]]:
-    """Yield offset, fields and tokens of whole records from `begin` on, up to the first that is none."""
-    while (found := read_head(fd, begin, size, kind)) is not None:
-        yield begin, *found
-        begin += found[0].end
-
-
 def read_footer(fd: int, size: int, layout: bytes) -> tuple[np.ndarray, int] | None:
     """Return the entries of a sealed segment and where its records end; None if it has no whole footer."""
     if size < HEADER.size + TRAILER.size:
@@ -222,13 +215,14 @@ def read_footer(fd: int, size: int, layout: bytes) -> tuple[np.ndarray, int] | N
 
 
 def scanned(fd: int, begin: int, size: int, kind: int, is_ours: Callable[[Head], bool]) -> tuple[np.ndarray, int]:
-    """The result of `read_footer`, made from the records themselves: those that are ours."""
+    """The result of `read_footer`, made from the records: those that are ours, up to the first that is not whole."""
     names, offsets, end = [], [], begin
-    for offset, head, _ in scan(fd, begin, size, kind):
-        end = offset + head.end
+    while (found := read_head(fd, end, size, kind)) is not None:
+        head = found[0]
         if is_ours(head):
             names.append(name_of(head.key, head.group))
-            offsets.append(offset)
+            offsets.append(end)
+        end += head.end
     entries = np.zeros(len(names), FOOTER)
     entries["name"], entries["offset"] = names, offsets
     return entries, end

@@ -118,7 +118,7 @@ class MemoryStore:
             self._nbytes = 0
 
     def _count(self, **more: int) -> None:
-        self._counts = self._counts._replace(**{name: getattr(self._counts, name) + n for name, n in more.items()})
+        self._counts = self._counts.plus(**more)
 
 
 class TieredStore:

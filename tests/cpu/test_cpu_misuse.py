@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvpool.config import KVSpec
+from kvpool.protocol import AttentionOptions
 from kvpool_backends.cpu import BlockStore, CPUBackend, base_shapes, read_sum, set_num_threads
 
 HEADS, DIM, V_DIM, SIZE, BLOCKS, LAYERS = 2, 8, 4, 4, 6, 2
 SPEC = KVSpec(LAYERS, HEADS, DIM, "float32", SIZE, V_DIM)
-OPTIONS = {"window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None, "mask": None}
 
 
 def ones(*shape, dtype=np.float32):
@@ -79,6 +79,7 @@ class Given:
                 "k_out": np.full((5, HEADS, DIM), 7, np.float32),
                 "v_out": np.full((5, HEADS, V_DIM), 7, np.float32),
             },
+            "compact": {"blocks": ints(1, 3), "keep": np.tile([1, 2, 6], (LAYERS * HEADS, 1))},
             "zero": {"blocks": ints(1, 3)},
             "export_blocks": {"blocks": ints(1, 3), "out": np.full((2, SPEC.block_nbytes), 7, np.uint8)},
             "import_blocks": {"blocks": ints(1, 3), "data": np.zeros((2, SPEC.block_nbytes), np.uint8)},
@@ -134,6 +135,7 @@ def cases():
         "attend": ["block_tables", "seq_lens", "cu_q_lens"],
         "copy_blocks": ["copies"],
         "gather": ["blocks"],
+        "compact": ["blocks", "keep"],
         "zero": ["blocks"],
         "export_blocks": ["blocks"],
         "import_blocks": ["blocks"],
@@ -146,7 +148,7 @@ def cases():
             yield from ((call, name, ones(*shape), ValueError) for shape in SHAPES[name])
     for call, names in integers.items():
         for name in names:
-            dims = 2 if name in ("block_tables", "copies") else 1
+            dims = 2 if name in ("block_tables", "copies", "keep") else 1
             for value, error in INTEGERS:
                 wrong_type = error is TypeError and isinstance(value, np.ndarray) and dims == 2
                 yield call, name, value[None] if wrong_type else value, error
@@ -158,7 +160,7 @@ def cases():
 
 def block_cases():
     """Ids outside the pool, in every call that takes them."""
-    for call in ("zero", "gather", "export_blocks", "import_blocks"):
+    for call in ("zero", "gather", "compact", "export_blocks", "import_blocks"):
         for bad in (-1, BLOCKS, 2**31 - 1, -(2**31)):
             yield call, "blocks", ints(1, bad), IndexError
             yield call, "blocks", ints(bad, 1), IndexError
@@ -170,7 +172,11 @@ def block_cases():
         yield call, "blocks", ints(1, 3, 5), ValueError
     yield "gather", "blocks", ints(1), ValueError  # 4 tokens where 5 are wanted
     yield "gather", "blocks", ints(), ValueError
-    yield "import_blocks", "blocks", ints(3, 3), ValueError
+    for call in ("compact", "import_blocks"):
+        yield call, "blocks", ints(3, 3), ValueError
+    for places in ([3, 3], [3, 2], [0, 2 * SIZE], [-1, 2], [2**40]):
+        yield "compact", "keep", np.tile(places, (LAYERS * HEADS, 1)), ValueError
+    yield "compact", "keep", np.tile([1, 2], (LAYERS, 1)), ValueError
     for name, call in (("out", "export_blocks"), ("data", "import_blocks")):
         n = SPEC.block_nbytes
         for shape in ((2, n - 1), (2, n + 1), (1, n), (3, n), (2 * n,), (2, n, 1), (n, 2)):
@@ -233,32 +239,16 @@ def value_cases():
 
 
 def option_cases():
-    def options(**fields):
-        return SimpleNamespace(**OPTIONS | fields)
-
+    """Their numbers are checked where options are made."""
     for given in (1, {}, "options", [], SimpleNamespace(window=1), object()):
         yield "attend", "options", given, TypeError
-    for name, values in {
-        "window": [(0, ValueError), (-1, ValueError), (2**63, ValueError), (1.5, TypeError), (True, TypeError)],
-        "soft_cap": [(0.0, ValueError), (-1.0, ValueError), (float("nan"), ValueError), (1e39, ValueError),
-                     (1e-60, ValueError), (float("inf"), ValueError), ("5", TypeError), (True, TypeError)],
-        "mask": [(ones(3, 8), ValueError), (ones(2, 9), ValueError), (ones(4, 9), ValueError), (ones(9), ValueError),
-                 (ones(3, 2, 9), ValueError), (ones(3, 5, 9), ValueError), (ones(3, 4, 8), ValueError),
-                 (ones(3, 1, 8), ValueError), (ones(2, 4, 9), ValueError), (ones(3, 4, 9, 1), ValueError),
-                 (ones(3, 9, dtype=np.float64), TypeError), (ones(3, 9, dtype=np.int32), TypeError),
-                 (ones(3, 9, dtype=np.float16), TypeError), (ones(3, 8, dtype=bool), ValueError),
-                 (misaligned(3, 9), ValueError), (odd_stride(3, 9), ValueError), ([[0.0] * 9] * 3, TypeError)],
-    }.items():  # fmt: skip
-        for value, error in values:
-            yield "attend", "options", options(**{name: value}), error
+    for shape in ((3, 8), (2, 9), (4, 9), (3, 2, 9), (3, 5, 9), (3, 4, 8), (3, 1, 8), (2, 4, 9)):
+        for dtype in (np.float32, bool):
+            yield "attend", "options", AttentionOptions(mask=ones(*shape, dtype=dtype)), ValueError
+    yield "attend", "options", AttentionOptions(mask=misaligned(3, 9)), ValueError
     for name in ("sinks", "alibi_slopes"):
-        for value in (ones(3), ones(5), ones(0), ones(1), ones(4, 1), ones(1, 4), np.float32(1)):
-            yield "attend", "options", options(**{name: value}), ValueError
-        for bad in (np.nan, np.inf, -np.inf):
-            yield "attend", "options", options(**{name: np.array([1, 2, 3, bad], np.float32)}), ValueError
-        yield "attend", "options", options(**{name: np.array([1, 1e39, 3, 4])}), ValueError
-        for value in (ones(4, dtype=np.int32), ones(4, dtype=np.float16), [1.0] * 4, 1.0):
-            yield "attend", "options", options(**{name: value}), TypeError
+        for count in (3, 5, 0, 1):
+            yield "attend", "options", AttentionOptions(**{name: ones(count)}), ValueError
 
 
 def score_cases():
@@ -309,7 +299,7 @@ def test_legal_arguments_are_accepted():
     given = Given()
     for call, arguments in given.arguments.items():
         getattr(given.store, call)(**arguments)
-    given.store.attend(**given.arguments["attend"], scale=0.5, options=SimpleNamespace(**OPTIONS))
+    given.store.attend(**given.arguments["attend"], scale=0.5, options=AttentionOptions())
 
 
 # ---------------------------------------------------------------------- memory that overlaps
@@ -351,7 +341,7 @@ def test_results_that_overlap_with_inputs_are_refused():
     tables[...] = arguments["block_tables"]
     wanted = arguments | {"block_tables": tables, "out": memory[5:53].reshape(3, 4, V_DIM)}
     refused_overlap(given.store, "attend", wanted, [memory], ["out"])
-    mask = SimpleNamespace(**OPTIONS | {"mask": memory[:27].reshape(3, 9)})
+    mask = AttentionOptions(mask=memory[:27].reshape(3, 9))
     wanted = arguments | {"options": mask, "out": memory[20:68].reshape(3, 4, V_DIM)}
     refused_overlap(given.store, "attend", wanted, [memory], ["out"])
     k_out, v_out = memory[:80].reshape(5, HEADS, DIM), memory[79:119].reshape(5, HEADS, V_DIM)
@@ -408,30 +398,6 @@ def test_number_of_threads_that_cannot_be_is_refused(n, error):
     if n is not None:
         with pytest.raises(error, match=r"^\[read_sum\] num_threads "):
             read_sum([], n)
-
-
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (lambda b, q, p: b.attend(b.prepare(p), 0, q, return_attn=True), ValueError),
-        (lambda b, q, p: b.attend(b.prepare(p), 0, q[0]), ValueError),
-        (lambda b, q, p: b.attend(b.prepare(p), 0, q.astype(np.int64)), TypeError),
-        (lambda b, q, p: b.attend(b.prepare(p), 0, q, options={"window": 3}), TypeError),
-        (lambda b, q, p: b.gather(0, [1], 1.0), TypeError),
-        (lambda b, q, p: b.gather(0, [1], -1), ValueError),
-        (lambda b, q, p: b.gather(0, [1], SIZE + 1), ValueError),
-        (lambda b, q, p: b.gather(0, [1.0]), TypeError),
-        (lambda b, q, p: b.gather(0, [[1]]), ValueError),
-        (lambda b, q, p: b.zero("1"), TypeError),
-        (lambda b, q, p: b.zero([2**63]), IndexError),
-        (lambda b, q, p: b.export_blocks(3), ValueError),
-    ],
-)
-def test_backend_refuses_what_its_store_never_sees(call, error):
-    backend, given = CPUBackend(SPEC, BLOCKS), Given()
-    plan = SimpleNamespace(**{k: given.arguments["attend"][k] for k in ("block_tables", "seq_lens", "cu_q_lens")})
-    with pytest.raises(error, match=r"^\[\w+\] "):
-        call(backend, given.arguments["attend"]["q"], plan)
 
 
 @pytest.mark.parametrize(("args", "error"), [(({}, 3), TypeError), ((SPEC, 0), ValueError), ((SPEC, True), TypeError),
