@@ -22,22 +22,10 @@ pool on the next write.
 
 Steps
 -----
-A step is the backend's own object. It has what `prepare` checked, or brought to a device, for all layers at once. No
-caller looks into it. It may refer to the arrays of its plan, so it is valid until that plan is stepped again
-(``step``, ``reserve``, ``unshare``) or its arrays change. After ``done`` it may still be read until its blocks are
-given to another sequence. After ``rollback`` it must not be used. Queued work must not depend on the plan: a backend
-that works later copies what it is going to read.
-
-Several steps may be in use at a time, in any order: an engine with two plans prepares one while the other runs.
-`prepare` changes no byte of the storage. So it may come before or after the copies, twice, or without any use.
-`copy_blocks` is a separate call, because plans of ``reserve`` and ``unshare`` have copies and no tokens, and because a
-plan for some of its queries (`StepArrays.of_queries`) is prepared twice but copied once.
-
-Arrays
-------
-``capabilities.arrays`` names the framework whose arrays `write` and `attend` take and return: "numpy" (and what
-`numpy.asarray` takes) or "mlx". Other callers convert with `asarray` and `to_numpy`. A backend that computes when its
-framework evaluates sets ``capabilities.lazy``. `queued` then returns what must be evaluated.
+A step is the backend's own object: what `prepare` checked, or brought to a device. It may refer to the arrays of its
+plan, so it is valid until that plan is stepped again (``step``, ``reserve``, ``unshare``). After ``done`` it may still
+be read until its blocks are given to another sequence. After ``rollback`` it must not be used. Several may be in use at
+a time. docs/backends.md says more, also about arrays of frameworks.
 """
 
 from __future__ import annotations
@@ -286,6 +274,25 @@ def _mask(name: str, given: Any) -> np.ndarray:
         )
     with np.errstate(over="ignore"):  # a float64 below float32 is -inf
         return array if array.dtype == np.bool_ else array.astype(np.float32, copy=False)
+
+
+def checked_ids(call: str, what: str, given: Any, limit: int, where: str, least: int = 0) -> np.ndarray:
+    """`given` as int64 ``[n]`` within ``least .. limit - 1``; messages say `what` it is, and `where`."""
+    ids = np.asarray(given)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"[{call}] {what} ids must be integers, got {ids.dtype}")
+    if ids.ndim != 1:
+        raise ValueError(f"[{call}] {what}s must have shape [n], got {list(ids.shape)}")
+    if ids.size and not least <= ids.min() <= ids.max() < limit:
+        bad = int(ids.min()) if ids.min() < least else int(ids.max())
+        raise IndexError(f"[{call}] {what} {bad} is outside the {where}, the limit is {limit}")
+    return ids.astype(np.int64)
+
+
+def check_distinct(call: str, what: str, ids: np.ndarray) -> None:
+    """Raise if one of the ids comes twice."""
+    if np.unique(ids).size != ids.size:
+        raise ValueError(f"[{call}] a {what} is named twice in {ids.tolist()}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,11 +82,8 @@ class NumpyBackend:
         self.spec = spec
         # _planes[layer] = (k, v), or what is stored of them, each a strided view [num_blocks, block_size,
         # num_kv_heads, dim] of a base array.
-        if storage is not None:
-            storage = checked_rows("NumpyBackend", spec, self.num_blocks, storage)
-        elif spec.layout == "block":
-            storage = np.zeros((self.num_blocks, spec.block_nbytes), np.uint8)
-        self._planes = _allocate(spec, self.num_blocks) if storage is None else _planes_in_rows(spec, storage)
+        rows = None if storage is None else checked_rows("NumpyBackend", spec, self.num_blocks, storage)
+        self._planes = _views(spec, self.num_blocks, rows)
 
     def __repr__(self) -> str:
         return f"<NumpyBackend of {self.spec.describe(self.num_blocks)}>"
@@ -278,35 +275,23 @@ class NumpyBackend:
         raise TypeError(f"[write] {name} must be a float array, got {x.dtype}")
 
 
-def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, ...]]:
-    """Zeroed base arrays and, per layer, the strided view of each plane."""
+def _views(spec: KVSpec, num_blocks: int, rows: np.ndarray | None) -> list[tuple[np.ndarray, ...]]:
+    """Per layer the strided view of each plane: in base arrays of zeros, or in `rows` of layout "block"."""
     bases: dict[tuple[str, int], np.ndarray] = {}
     layers = []
     for layer in range(spec.num_layers):
         planes = []
         for stored in spec.stored_planes:
             layout, dtype = spec.plane_layout(stored.name, num_blocks), _STORED[stored.dtype]
-            key = (layout.array, layer if layout.per_layer else 0)
+            key, size = (layout.array, layer if layout.per_layer else 0), dtype.itemsize
             if key not in bases:
-                bases[key] = np.zeros(layout.shape, dtype)
-            base = bases[key].reshape(-1)[layout.offset + layer * layout.layer_stride :]
-            strides = (layout.block_stride, layout.slot_stride, layout.head_stride, 1)
+                nbytes = prod(layout.shape) * (1 if spec.layout == "block" else size)
+                bases[key] = np.zeros(nbytes, np.uint8) if rows is None else rows[0]
+            begin = (layout.offset + layer * layout.layer_stride) * size
+            block = layout.block_stride * size if rows is None else rows.strides[0]
+            strides = (block, layout.slot_stride * size, layout.head_stride * size, size)
             shape = (num_blocks, spec.block_size, spec.num_kv_heads, stored.dim)
-            planes.append(as_strided(base, shape, [stride * dtype.itemsize for stride in strides]))
-        layers.append(tuple(planes))
-    return layers
-
-
-def _planes_in_rows(spec: KVSpec, rows: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-    """Per layer the strided view of each plane in ``rows [num_blocks, block_nbytes]``, bytes in the export's order."""
-    layers, begin = [], 0
-    for _ in range(spec.num_layers):
-        planes = []
-        for stored in spec.stored_planes:
-            shape = (spec.block_size, spec.num_kv_heads, stored.dim)
-            end = begin + prod(shape) * stored.itemsize_nbytes
-            planes.append(rows[:, begin:end].view(_STORED[stored.dtype]).reshape(len(rows), *shape))
-            begin = end
+            planes.append(as_strided(bases[key][begin : begin + size].view(dtype), shape, strides))
         layers.append(tuple(planes))
     return layers
 

@@ -298,7 +298,7 @@ REFUSED = [
     (lambda s: s.save_states(2, [1], [[1, 2]]), ValueError, r"\[save_states\] blocks must have shape \[1, 1\]"),
     (lambda s: s.save_states(2, [1, 2], [[4], [4]]), ValueError, r"\[import_blocks\] a block is named twice"),
     (lambda s: s.load_states(2, [[4]], [1, 2]), ValueError, r"\[load_states\] blocks must have shape \[2, 1\]"),
-    (lambda s: s.load_states(2, [[4]], [3]), IndexError, r"\[import_slots\] slot 3 does not exist"),
+    (lambda s: s.load_states(2, [[4]], [3]), IndexError, r"\[import_slots\] slot 3 is outside the group"),
     (lambda s: s.attend(None, 6, BLOCK), IndexError, r"\[attend\] layer is 6, the model has 6 layers"),
     (lambda s: s.read(None, True), TypeError, r"\[read\] layer must be an int, got bool"),
 ]
