@@ -20,7 +20,7 @@ from cpython.object cimport PyObject
 from cpython.unicode cimport PyUnicode_AsUTF8
 from libc.math cimport INFINITY, isfinite, sqrt
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uintptr_t
-from libc.stdlib cimport bsearch, calloc, free, llabs, malloc, qsort
+from libc.stdlib cimport bsearch, calloc, free, llabs, qsort
 from libc.string cimport memcpy, memset, strcmp
 
 cdef extern from *:
@@ -129,27 +129,14 @@ def read_sum(arrays, num_threads=None):
     """
     cdef int threads = load_int(&process_threads, RELAXED)
     cdef Bases bases = Bases()
-    cdef const char** ranges = NULL
-    cdef int64_t* nbytes = NULL
-    cdef int64_t i, n
-    cdef float total
+    cdef int64_t i
+    cdef float total = 0
     if num_threads is not None:
         threads = <int>to_int(num_threads, "read_sum", "num_threads", 1, MOST_THREADS)
     bases.take("read_sum", arrays, False)
-    n = bases.count
-    ranges = <const char**>malloc(max(n, 1) * sizeof(char*))
-    nbytes = <int64_t*>malloc(max(n, 1) * sizeof(int64_t))
-    try:
-        if ranges == NULL or nbytes == NULL:
-            raise MemoryError(f"[read_sum] no memory for a list of {n} arrays")
-        for i in range(n):
-            ranges[i] = <const char*>bases.views[i].buf
-            nbytes[i] = bases.views[i].len
-        with nogil:
-            total = kv_read_sum(default_kernels, ranges, nbytes, n, threads)
-    finally:
-        free(ranges)
-        free(nbytes)
+    with nogil:
+        for i in range(bases.count):
+            total += kv_read_sum(default_kernels, <const char*>bases.views[i].buf, bases.views[i].len, threads)
     return total
 
 
@@ -557,50 +544,38 @@ cdef class BlockStore:
 
     def zero(self, blocks):
         """Set every byte of the blocks ``[n]`` to 0, in all layers and planes."""
-        cdef int64_t* ids
-        cdef int64_t num_blocks
-        cdef int threads = self.threads()
-        self.arguments.begin("zero")
-        try:
-            ids = self.block_list(blocks, &num_blocks)
-            with nogil:
-                kv_zero(self.layers, self.num_layers, ids, num_blocks, threads)
-        finally:
-            self.arguments.end()
+        self.do_blocks("zero", KV_ZERO, blocks, None)
 
     def export_blocks(self, blocks, out):
         """The bytes of the blocks ``[n]`` in portable order to `out`, C-contiguous uint8 ``[n, spec.block_nbytes]``."""
-        cdef int64_t* ids
-        cdef const Py_buffer* view
-        cdef int64_t num_blocks
-        cdef int threads = self.threads()
-        self.arguments.begin("export_blocks")
-        try:
-            ids = self.block_list(blocks, &num_blocks)
-            view = self.take_rows(out, "out", num_blocks)
-            self.arguments.check_output(view)
-            self.bases.check_apart(self.arguments)
-            with nogil:
-                kv_export(self.layers, self.num_layers, ids, num_blocks, <char*>view.buf, threads)
-        finally:
-            self.arguments.end()
+        self.do_blocks("export_blocks", KV_EXPORT, blocks, out)
 
     def import_blocks(self, blocks, data):
         """Overwrite the blocks ``[n]``, which must be distinct, with rows that `export_blocks` made."""
+        self.do_blocks("import_blocks", KV_IMPORT, blocks, data)
+
+    cdef int do_blocks(self, str call, kv_task task, object blocks, object rows) except -1:
+        cdef Arguments arguments = self.arguments
+        cdef const Py_buffer* view = NULL
         cdef int64_t* ids
-        cdef const Py_buffer* view
         cdef int64_t num_blocks
         cdef int threads = self.threads()
-        self.arguments.begin("import_blocks")
+        arguments.begin(call)
         try:
             ids = self.block_list(blocks, &num_blocks)
-            view = self.take_rows(data, "data", num_blocks)
-            self.check_distinct(ids, num_blocks, ids + num_blocks)
-            self.bases.check_apart(self.arguments)
+            if task != KV_ZERO:
+                view = self.take_rows(rows, "out" if task == KV_EXPORT else "data", num_blocks)
+                self.bases.check_apart(arguments)
+            if task == KV_EXPORT:
+                arguments.check_output(view)
+            elif task == KV_IMPORT:
+                self.check_distinct(ids, num_blocks, ids + num_blocks)
             with nogil:
-                kv_import(self.layers, self.num_layers, ids, num_blocks, <const char*>view.buf, threads)
+                kv_blocks(task, self.layers, self.num_layers, ids, num_blocks,
+                          NULL if view == NULL else <char*>view.buf, threads)
         finally:
-            self.arguments.end()
+            arguments.end()
+        return 0
 
     # ------------------------------------------------------------------ checks
 
