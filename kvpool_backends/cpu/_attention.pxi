@@ -89,14 +89,20 @@ cdef int take_options(Inputs* inputs, kv_attention* call, Arguments arguments, o
     if options.soft_cap is not None:
         call.soft_cap = options.soft_cap
     if options.sinks is not None:
-        call.sinks = <const float*>arguments.take(options.sinks, "sinks", 1).buf
+        call.sinks = take_per_head(call, arguments, options.sinks, "sinks")
     if options.alibi_slopes is not None:
-        call.slopes = <const float*>arguments.take(options.alibi_slopes, "alibi_slopes", 1).buf
+        call.slopes = take_per_head(call, arguments, options.alibi_slopes, "alibi_slopes")
     if mask is not None:
         if mask.dtype != bool and mask.shape[mask.ndim - 1] > 1 and mask.strides[mask.ndim - 1] != 4:
             mask = np.ascontiguousarray(mask)
         inputs.mask = arguments.take(mask, "mask", mask.ndim)
     return 0
+
+
+cdef const float* take_per_head(kv_attention* call, Arguments arguments, object value, str name) except NULL:
+    cdef const Py_buffer* view = arguments.take(value, name, 1)
+    arguments.check_shape(view, name, call.num_q_heads)
+    return <const float*>view.buf
 
 
 cdef int take_scores(Inputs* inputs, kv_attention* call, Arguments arguments, object kind, object out) except -1:
@@ -153,9 +159,10 @@ cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists, obje
         raise ValueError(f"[attend] scores_out has {inputs.scores.shape[2]} positions, the longest context has "
                          f"{longest} tokens")
     call.scores.columns = longest
-    if call.sinks != NULL or call.slopes != NULL or mask != NULL:
-        options.check(call.num_tokens, call.num_q_heads, longest)
     if mask != NULL:
+        if (mask.shape[0] != call.num_tokens or mask.shape[mask.ndim - 1] < longest
+                or mask.ndim == 3 and mask.shape[1] != 1 and mask.shape[1] != call.num_q_heads):
+            options.check(call.num_tokens, call.num_q_heads, longest)   # it says what is wrong
         call.mask = <const float*>mask.buf
         call.mask_token_stride = element_stride(mask, 0)
         call.mask_head_stride = element_stride(mask, 1) if mask.ndim == 3 else 0
