@@ -93,7 +93,7 @@ cdef int take_options(Inputs* inputs, kv_attention* call, Arguments arguments, o
     if options.alibi_slopes is not None:
         call.slopes = take_per_head(call, arguments, options.alibi_slopes, "alibi_slopes")
     if mask is not None:
-        if mask.dtype != bool and mask.shape[mask.ndim - 1] > 1 and mask.strides[mask.ndim - 1] != 4:
+        if mask.dtype != bool and mask.strides[mask.ndim - 1] != 4:
             mask = np.ascontiguousarray(mask)
         inputs.mask = arguments.take(mask, "mask", mask.ndim)
     return 0
