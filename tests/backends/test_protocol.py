@@ -65,14 +65,6 @@ def test_options_do_not_copy_a_mask_that_has_the_form(dtype):
     assert AttentionOptions(mask=mask).mask is mask
 
 
-def test_options_take_objects_with_an_array_method():
-    class Tensor:
-        def __array__(self, dtype=None, copy=None):
-            return np.array([1.0, 2.0], dtype)
-
-    assert AttentionOptions(sinks=Tensor(), alibi_slopes=[0.5, 0.25]).sinks.tolist() == [1, 2]
-
-
 def test_options_are_frozen_and_compare_by_identity():
     options = AttentionOptions(sinks=np.ones(2))
     with pytest.raises(AttributeError):
