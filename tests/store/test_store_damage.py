@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, disk, segment_format
+from kvpool.store import BlockLayout, DiskStore, Layout, disk, segment_format
 from kvpool.store.folder import Folder
 from kvpool.testing import stores as kit
 
@@ -106,6 +106,7 @@ def test_segment_cut_anywhere_keeps_its_whole_records(tmp_path, suffix):
         file.touch(0o600)
         file.write_bytes(whole[:length])
         assert found(tmp_path / "store") == list(range(max(min((length - HEADER) // RECORD, 3), 0))), length
+        assert file.exists() == (suffix == "kvpool")  # one that grew is sealed, or has nothing and leaves
 
 
 def test_segment_of_a_dead_writer_is_sealed_and_goes_on(tmp_path):
@@ -119,18 +120,6 @@ def test_segment_of_a_dead_writer_is_sealed_and_goes_on(tmp_path):
     filled_again = opened(tmp_path / "store")
     kit.stores(filled_again, SMALL.blocks(TOKENS)[0])
     filled_again.close()
-    assert found(tmp_path / "store") == [0, 1, 2]
-
-
-@pytest.mark.parametrize("length", [0, 1, HEADER - 1])
-def test_segment_of_a_writer_that_died_before_its_header_leaves(tmp_path, length):
-    sealed = filled(tmp_path / "store")
-    torn = sealed.with_name(f"{'a' * 16}.kvpool-open")
-    torn.touch(0o600)
-    torn.write_bytes(sealed.read_bytes()[:length])
-    store = opened(tmp_path / "store")
-    assert not store.refused and list((tmp_path / "store").glob("*.kvpool*")) == [sealed]
-    store.close()
     assert found(tmp_path / "store") == [0, 1, 2]
 
 
@@ -239,17 +228,6 @@ def test_segment_of_a_dead_writer_stays_whole_for_a_process_that_can_read_it(tmp
         without_xxhash(patch)
         assert found(tmp_path / "store") == [] and sealed.exists() and not torn.exists()  # it leaves by age now
     assert found(tmp_path / "store") == [0, 1]
-
-
-def test_record_planted_under_another_key_is_a_miss(tmp_path):
-    """Its checksums are right: it was written by a store that was lied to."""
-    one, two = SMALL.blocks(TOKENS)[0], SMALL.blocks(kit.prompt(2, 6))[0]
-    store = opened(tmp_path / "store")
-    lie = Blocks(one.keys, one.parents, two.tokens, one.namespace)
-    assert store.store(lie, kit.content(SMALL, lie)) == 3 and store.drain(60)
-    kit.loads(store, one, [])
-    kit.loads(store, lie, range(3))
-    store.close()
 
 
 def fifo(path):
