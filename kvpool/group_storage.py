@@ -246,6 +246,15 @@ class GroupStorage:
                     f"{self.bundle_blocks(number)} blocks, not {blocks}: give them to Group.state(slots, blocks=)"
                 )
         self._held = {number: self._arenas[self.groups[number].arena].backends[parts[number]] for number in parts}
+        self._own = {  # the layers of each group
+            number: [
+                Place(number, column, backend, layer)
+                for column in range(self.groups[number].columns)
+                for backend in backends
+                for layer in range(backend.spec.num_layers)
+            ]
+            for number, backends in self._held.items()
+        }
         self._places, self._is_owner = self._placed(layers)
 
     def __repr__(self) -> str:
@@ -254,30 +263,18 @@ class GroupStorage:
 
     def _placed(self, layers: Sequence[tuple[int, int] | None] | None) -> tuple[list[Place | None], list[bool]]:
         if layers is None:
-            layers = [(g, i) for g in self._held for i in range(self._num_layers(g))]
+            layers = [(g, i) for g, own in self._own.items() for i in range(len(own))]
         seen: set[tuple[int, int]] = set()
         places: list[Place | None] = []
         owners = []
         for layer, at in enumerate(layers):
-            if at is not None and not (at[0] in self._held and 0 <= at[1] < self._num_layers(at[0])):
+            if at is not None and not (at[0] in self._own and 0 <= at[1] < len(self._own[at[0]])):
                 raise ValueError(f"[GroupStorage] layers[{layer}] is {tuple(at)}, no group holds such a layer")
-            places.append(None if at is None else self._place(*at))
+            places.append(None if at is None else self._own[at[0]][at[1]])
             owners.append(at is not None and tuple(at) not in seen)
             if at is not None:
                 seen.add((at[0], at[1]))
         return places, owners
-
-    def _num_layers(self, group: int) -> int:
-        return self.groups[group].columns * sum(backend.spec.num_layers for backend in self._held[group])
-
-    def _place(self, group: int, index: int) -> Place:
-        backends = self._held[group]
-        column, index = divmod(index, sum(backend.spec.num_layers for backend in backends))
-        for backend in backends:
-            if index < backend.spec.num_layers:
-                break
-            index -= backend.spec.num_layers
-        return Place(group, column, backend, index)
 
     # ---------------------------------------------------------------------- one step
 
@@ -339,7 +336,7 @@ class GroupStorage:
         if group not in self._held:
             raise ValueError(f"[compact] group {group} holds no blocks, those that do are {sorted(self._held)}")
         table, keep = np.asarray(table), np.asarray(keep)
-        expected = self.groups[group].columns, self._num_layers(group)
+        expected = self.groups[group].columns, len(self._own[group])
         if table.ndim != 2 or keep.ndim != 3 or (table.shape[1], keep.shape[0]) != expected:
             raise ValueError(
                 f"[compact] table has shape {list(table.shape)} and keep {list(keep.shape)}, group {group} has "
