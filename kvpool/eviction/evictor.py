@@ -239,7 +239,6 @@ class Evictor:
 
 
 def _full_group(pool: Pool, number: Any) -> Group:
-    """Return the layer group that tokens are to leave."""
     groups = pool.options.groups
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"[Evictor] group must be an int, not {type(number).__name__} ({number!r})")

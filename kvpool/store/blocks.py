@@ -118,7 +118,7 @@ class Layout:
             step, count = group.block_size // self.block_size, len(tokens) // group.block_size
             own = tokens[: count * group.block_size].reshape(count, group.block_size)
             parents = keys[: count * step : step]
-            found.append(Blocks(keys[step :: step][:count], parents, own, digest, number))
+            found.append(Blocks(keys[step::step][:count], parents, own, digest, number))
         return tuple(found)
 
 

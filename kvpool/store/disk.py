@@ -62,7 +62,7 @@ class _Growing:
 
 
 class DiskStore:
-    """Blocks on a disk, within a quota, for one process or several.
+    """Blocks on a disk, within a quota, for one process or several. See `BlockStore`.
 
     Parameters
     ----------
@@ -180,7 +180,6 @@ class DiskStore:
             return self._index.find(names) != form.Index.NOWHERE
 
     def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
-        """See `BlockStore.load`."""
         checked("load", self.layout, blocks, rows, writable=True)
         names = form.names_of(blocks.keys, blocks.group)
         with self._lock:
@@ -197,7 +196,6 @@ class DiskStore:
         return loaded
 
     def store(self, blocks: Blocks, rows: Rows) -> int:
-        """See `BlockStore.store`."""
         checked("store", self.layout, blocks, rows)
         names = form.names_of(blocks.keys, blocks.group)
         with self._lock:
@@ -222,11 +220,9 @@ class DiskStore:
                 self._segments[int(number)].used += int(count)
 
     def drain(self, timeout: float = 60.0) -> bool:
-        """See `BlockStore.drain`."""
         return self._outbox.drain(timeout)
 
     def stats(self) -> dict[str, TierStats]:
-        """See `BlockStore.stats`."""
         with self._lock:
             gauges = {"blocks": len(self._index), "nbytes": self._held_nbytes, "queued_nbytes": self._outbox.nbytes}
             return {"disk": self._counts._replace(**gauges, write_seconds=self._outbox.seconds)}

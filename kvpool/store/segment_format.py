@@ -128,11 +128,6 @@ _KEY_AT = 48  # in a record
 _FIELDS_NBYTES = RECORD.size - 32  # of a record without its checksums, and the zeros between them
 
 
-def padded(data: bytes) -> bytes:
-    """Fill up with zeros to where the next thing begins."""
-    return data.ljust(aligned(len(data)), b"\0")
-
-
 def packed_header(layout: bytes) -> bytes:
     """The first bytes of a segment."""
     fields = HEADER.pack(HEADER_MAGIC, VERSION, KIND, layout, 0)[:-8]
@@ -150,7 +145,7 @@ def packed_footer(layout: bytes, entries: np.ndarray, end: int, kind: int) -> by
     footer = entries.astype(FOOTER, copy=False).tobytes()
     own = checksum(kind, footer)
     fields = TRAILER.pack(TRAILER_MAGIC, VERSION, kind, layout, len(entries), end, own, 0)[:-8]
-    return padded(footer) + fields + checksum(kind, fields).to_bytes(8, "little")
+    return footer.ljust(aligned(len(footer)), b"\0") + fields + checksum(kind, fields).to_bytes(8, "little")
 
 
 def is_right(kind: int, head: bytes | bytearray, fields: bytes, tokens: bytes, payload: Any) -> bool:
@@ -290,11 +285,6 @@ class Index:
 
     def __len__(self) -> int:
         return len(self._names) + len(self._recent)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return self._names.nbytes + self._places.nbytes
 
     def find(self, names: np.ndarray) -> np.ndarray:
         """Return the place of each name, NOWHERE if it has none."""

@@ -31,7 +31,7 @@ _URL = re.compile(rf"(\w+://){_USER}({_PLACE})(?:[?#][^@]*)?", re.ASCII)
 
 
 class ServerStore:
-    """Blocks on a server that speaks the protocol of Redis. The server has the quota, and decides what leaves.
+    """Blocks on a server that speaks the protocol of Redis, which decides what leaves. See `BlockStore`.
 
     Parameters
     ----------
@@ -115,7 +115,6 @@ class ServerStore:
         return found
 
     def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
-        """See `BlockStore.load`."""
         checked("load", self.layout, blocks, rows, writable=True)
         nbytes = self.layout.groups[blocks.group].nbytes
         loaded, step = np.zeros(len(blocks), bool), max(_CHUNK_NBYTES // nbytes, 1)
@@ -135,7 +134,6 @@ class ServerStore:
         return loaded
 
     def store(self, blocks: Blocks, rows: Rows) -> int:
-        """See `BlockStore.store`."""
         checked("store", self.layout, blocks, rows)
         took = waiting = 0
         if not (self._is_closed or self.is_paused):
@@ -150,7 +148,6 @@ class ServerStore:
         checked("touch", self.layout, blocks)
 
     def drain(self, timeout: float = 60.0) -> bool:
-        """See `BlockStore.drain`."""
         return self._outbox.drain(timeout)
 
     def stats(self) -> dict[str, TierStats]:

@@ -261,7 +261,6 @@ class NumpyBackend:
         return [words, self._to_stored(name, scales), self._to_stored(name, biases)]
 
     def _to_stored(self, name: str, x: np.ndarray) -> np.ndarray:
-        """`x` in the dtype of the storage, rounded to nearest even."""
         if self.spec.dtype == "bfloat16":
             if x.dtype == np.uint16:
                 return x
