@@ -538,24 +538,27 @@ class DiskStore:
             size = os.fstat(fd).st_size
             if size == 0 and not each.is_sealed:
                 return  # its writer is about to write the header
-            kind, layout = form.read_header(fd)
-            if layout != self.layout.digest:
-                raise ValueError(f"the layout is {layout.hex()}, not {self.layout.digest.hex()}")
-            found = form.read_footer(fd, size, layout) if each.is_sealed else None
-            if found is None:
-                begin = form.HEADER.size if known is None or each.is_sealed else known.end
-                found = form.scanned(fd, begin, size, kind, self._is_ours)
+            begin = form.HEADER.size if known is None or each.is_sealed else known.end
+            kind, entries, end = self._read_segment(fd, size, begin, each.is_sealed)
         except (OSError, ValueError) as error:
             return self._refuse(each.name, error)
         finally:
             os.close(fd)
         with self._lock:
-            number = self._know(_Segment(each.stem, kind, each.is_sealed, found[1], len(found[0])))
+            number = self._know(_Segment(each.stem, kind, each.is_sealed, end, len(entries)))
             if not each.is_sealed and number in self._segments:
-                for name, offset in found[0].tolist():
+                for name, offset in entries.tolist():
                     self._index.add(name, number, offset)
         if each.is_sealed:
-            yield number, found[0]
+            yield number, entries
+
+    def _read_segment(self, fd: int, size: int, begin: int, is_sealed: bool) -> tuple[int, np.ndarray, int]:
+        """Kind of checksums, entries of our records and where these end: by the footer, or from `begin` on."""
+        kind, layout = form.read_header(fd)
+        if layout != self.layout.digest:
+            raise ValueError(f"the layout is {layout.hex()}, not {self.layout.digest.hex()}")
+        found = form.read_footer(fd, size, layout) if is_sealed else None
+        return kind, *(found or form.scanned(fd, begin, size, kind, self._is_ours))
 
     def _refuse(self, name: str, error: OSError | ValueError) -> None:
         """Leave a segment out, unless the error may pass."""
@@ -580,15 +583,12 @@ class DiskStore:
                     self._folder.remove(each.name)
                     return False
                 try:
-                    kind, layout = form.read_header(fd)
-                    if layout != self.layout.digest:
-                        raise ValueError("another layout")
-                    found = form.scanned(fd, form.HEADER.size, size, kind, self._is_ours)
+                    kind, entries, end = self._read_segment(fd, size, form.HEADER.size, False)
                 except (OSError, ValueError):
                     os.close(fd)
                     self._folder.seal(each.stem)  # as it is: looked at then like any other
                     return True
-                self._close_segment(each.stem, fd, *found, kind)
+                self._close_segment(each.stem, fd, entries, end, kind)
                 return True
         except OSError:
             return False
