@@ -67,15 +67,6 @@ def test_results_own_their_memory():
 # ---------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "error"),
-    [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError), ("2", TypeError)],
-)
-def test_backend_with_a_bad_number_of_blocks_is_refused(num_blocks, error):
-    with pytest.raises(error, match=r"\[NumpyBackend\] num_blocks"):
-        NumpyBackend(KVSpec(1, 1, 4), num_blocks)
-
-
 def call(name, *args):
     return lambda backend: getattr(backend, name)(*args)
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
-from kvpool_backends.cpu import BlockStore, CPUBackend, base_shapes, read_sum, set_num_threads
+from kvpool_backends.cpu import BlockStore, CPUBackend, base_shapes, num_threads, read_sum, set_num_threads
 
 HEADS, DIM, V_DIM, SIZE, BLOCKS, LAYERS = 2, 8, 4, 4, 6, 2
 SPEC = KVSpec(LAYERS, HEADS, DIM, "float32", SIZE, V_DIM)
@@ -335,6 +335,10 @@ def test_store_that_cannot_be_is_refused(change, error):
 @pytest.mark.parametrize(("n", "error"), [(0, ValueError), (-1, ValueError), (1025, ValueError), (True, TypeError),
                                           (1.0, TypeError), (None, TypeError)])  # fmt: skip
 def test_number_of_threads_that_cannot_be_is_refused(n, error):
+    before = num_threads()
+    set_num_threads(before + 1)
+    assert num_threads() == before + 1
+    set_num_threads(before)
     with pytest.raises(error, match=r"^\[set_num_threads\] n "):
         set_num_threads(n)
     if n is not None:

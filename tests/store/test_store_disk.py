@@ -36,15 +36,6 @@ def blocks_of(seed, count=20):
     return LAYOUT.blocks(kit.prompt(seed, 4 * count))[0]
 
 
-def test_blocks_are_found_after_a_restart_without_close(tmp_path):
-    store = opened(tmp_path / "store")
-    kit.stores(store, blocks_of(1))
-    again = opened(tmp_path / "store")  # the first one has not closed: its open segment is read as it is
-    kit.loads(again, blocks_of(1), range(20))
-    again.close()
-    store.close()
-
-
 def test_quota_is_kept_at_every_moment_and_the_newest_stay(tmp_path):
     most = 6 * SEGMENT
     store = opened(tmp_path / "store", most)
