@@ -1,14 +1,12 @@
 """The conformance kit catches backends with one planted fault each, by the case that is meant for the fault.
 
-`Simple` (simple_backend.py) answers like the numpy backend from small parts; a broken backend replaces one part. One
-for each part of the kit.
+One for each part of the kit; tests/regressions has more, of attention.
 """
 
 from unittest import mock
 
 import numpy as np
 import pytest
-from simple_backend import Simple
 
 from kvpool.group_storage import GroupStorage
 from kvpool.protocol import StepArrays
@@ -20,11 +18,6 @@ CASES = {case.__name__: case for case in conformance.CASES}
 
 
 # ---------------------------------------------------------------------- attention, writes and copies
-
-
-class SeesTheNextToken(Simple):
-    def visible(self, seq_len, q_len, j):
-        return min(seq_len, super().visible(seq_len, q_len, j) + 1)
 
 
 class WritesBeforeItCopies(NumpyBackend):
@@ -96,7 +89,6 @@ class CountsTheGap(GroupStorage):
 
 
 FAULTS = {
-    SeesTheNextToken: "ragged_chunks_equal_dense_attention",
     WritesBeforeItCopies: "copies_writes_reads_happen_in_order",
     ReadsThePlanLate: "calls_do_not_depend_on_the_plan_afterwards",
     ZeroesTheWholeRow: "given_rows_are_used_and_nothing_between_them",
