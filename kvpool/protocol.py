@@ -30,21 +30,18 @@ a time. docs/backends.md says more, also about arrays of frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from kvpool._core import Plan
-from kvpool.spec import KVSpec
+from kvpool.spec import KVSpec, checked_int
 
 Array = Any  # an array of the backend's framework, or a numpy array
 Step = Any  # what `KVBackend.prepare` makes of a plan
-
-
-def _no_copies() -> np.ndarray:
-    return np.zeros((0, 3), np.int32)
 
 
 def _nothing() -> np.ndarray:
@@ -75,7 +72,7 @@ class StepArrays:
     seq_lens: np.ndarray = field(default_factory=_nothing)
     cu_q_lens: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     slot_mapping: np.ndarray = field(default_factory=_nothing)
-    copies: np.ndarray = field(default_factory=_no_copies)
+    copies: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
 
     @staticmethod
     def of_queries(plan: AnyPlan, tokens: np.ndarray) -> StepArrays:
@@ -198,13 +195,7 @@ class AttentionOptions:
     features: tuple[str, ...] = field(init=False, repr=False, default=())  # names of the others that are not None
 
     def __post_init__(self) -> None:
-        for name, checked in (
-            ("window", _window),
-            ("soft_cap", _soft_cap),
-            ("sinks", _per_head),
-            ("alibi_slopes", _per_head),
-            ("mask", _mask),
-        ):
+        for name, checked in _CHECKS.items():
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, checked(name, given))
@@ -228,16 +219,6 @@ class AttentionOptions:
 
 FEATURES: tuple[str, ...] = tuple(option.name for option in fields(AttentionOptions) if option.init)
 SCORES: tuple[str, ...] = ("raw", "mass")  # kinds of scores that `KVBackend.attend` can export
-
-_LARGEST_WINDOW = 2**63 - 1  # what a kernel can hold
-
-
-def _window(name: str, given: Any) -> int:
-    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
-        raise TypeError(f"[AttentionOptions] {name} must be an int, got {type(given).__name__}")
-    if not 1 <= given <= _LARGEST_WINDOW:
-        raise ValueError(f"[AttentionOptions] {name} is {given}, the range is 1 .. 2**63 - 1")
-    return int(given)
 
 
 def _soft_cap(name: str, given: Any) -> float:
@@ -274,6 +255,15 @@ def _mask(name: str, given: Any) -> np.ndarray:
         )
     with np.errstate(over="ignore"):  # a float64 below float32 is -inf
         return array if array.dtype == np.bool_ else array.astype(np.float32, copy=False)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "window": partial(checked_int, "AttentionOptions"),
+    "soft_cap": _soft_cap,
+    "sinks": _per_head,
+    "alibi_slopes": _per_head,
+    "mask": _mask,
+}
 
 
 def checked_ids(call: str, what: str, given: Any, limit: int, where: str, least: int = 0) -> np.ndarray:
