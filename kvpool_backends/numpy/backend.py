@@ -40,7 +40,7 @@ _STORED: dict[str, np.dtype[Any]] = {
 }
 
 # Of keys, or of values: one array; or words, scales and biases.
-_Plane = np.ndarray | tuple[np.ndarray, ...]
+_Plane = tuple[np.ndarray, ...]
 
 
 class NumpyBackend:
@@ -233,13 +233,12 @@ class NumpyBackend:
 
     def _layer(self, layer: int) -> tuple[_Plane, _Plane]:
         planes, num_k = self._planes[layer], 1 if self.spec.k_bits is None else 3
-        k, v = planes[:num_k], planes[num_k:]
-        return k[0] if len(k) == 1 else k, v[0] if len(v) == 1 else v
+        return planes[:num_k], planes[num_k:]
 
     def _context(self, plane: _Plane, table: np.ndarray, num_tokens: int) -> np.ndarray:
         """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`, and nothing behind these tokens."""
         ids = table[: -(-num_tokens // self.spec.block_size)]
-        stored = [part[ids].reshape(-1, *part.shape[2:])[:num_tokens] for part in _parts(plane)]
+        stored = [part[ids].reshape(-1, *part.shape[2:])[:num_tokens] for part in plane]
         if len(stored) == 1:
             return self._as_floats(stored[0]).astype(np.float64)
         words, scales, biases = stored
@@ -293,10 +292,6 @@ def _views(spec: KVSpec, num_blocks: int, rows: np.ndarray | None) -> list[tuple
             planes.append(as_strided(bases[key][begin : begin + size].view(dtype), shape, strides))
         layers.append(tuple(planes))
     return layers
-
-
-def _parts(plane: _Plane) -> tuple[np.ndarray, ...]:
-    return plane if isinstance(plane, tuple) else (plane,)
 
 
 def _bias(options: AttentionOptions, token: int, position: int, visible: slice) -> np.ndarray:
