@@ -221,11 +221,9 @@ def arrays_of_an_arena(counts: Sequence[int]) -> int:
     The most for which at most 5 % of the arrays of every group belong to no layer: more arrays mean fewer blocks to
     count.
     """
-    return next(
-        arrays
-        for arrays in range(max(counts), 0, -1)
-        if all(-(-count // arrays) * arrays * (1 - IDLE) <= count for count in counts)
-    )
+    widths = arrays_of_one_size([(count, 1) for count in counts])
+    assert widths is not None  # blocks of one array have none to idle
+    return max(widths)
 
 
 def block_nbytes_of(shapes: Collection[Parts]) -> int:
