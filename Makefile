@@ -17,7 +17,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 THREADS := tests/verify/slow/test_threads_at_once.py
 SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/core/*.p* kvpool/include/*.h) \
-	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd kernels/*.c kernels/*.h)) $(wildcard tests/verify/*.p*)
+	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd *.pxi kernels/*.c kernels/*.h)) $(wildcard tests/verify/*.p*)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile

@@ -35,9 +35,9 @@ VARIANT_FILE = Path("build/cython/variant")
 CORE, CPU = Path("kvpool"), Path("kvpool_backends/cpu")
 #: The fuzzer of the core. It is compiled where the tree is compiled in place; no wheel has it.
 FUZZER = [Path("tests/verify")] if "--inplace" in sys.argv else []
-#: Compiled for size: nobody waits for them, or a kernel or the core does more for each call than they do. `_kernels`
-#: says so in its text, because the C kernels have its arguments.
-FOR_SIZE = ("capi", "_arguments", "_attention")
+#: Compiled for size: the core does more for each call than it does. `_kernels` says so in its text, because the C
+#: kernels have its arguments.
+FOR_SIZE = ("capi",)
 #: What the core is compiled with besides. gcc takes every function that has one caller into it: then calls of one row
 #: pay for the registers of all that they might lead to. It also copies, unrolls and pads where that saves nothing,
 #: counted in instructions: a sixth of the binary.

@@ -425,13 +425,11 @@ def describe_plan(
 
 
 def _states_of(groups: Sequence[LayerGroup]) -> list[tuple[str, int]]:
-    """What the states of running sequences take from the memory for blocks."""
     nbytes = 2 * _ROWS * sum(group.state_nbytes for group in groups)
     return [(f"states of {_ROWS} sequences, before and after a step", -nbytes)] if nbytes else []
 
 
 def _layer_spec(group: LayerGroup, storage: Mapping[str, Any]) -> KVSpec:
-    """What one layer of a group stores."""
     if 0 in (group.head_dim, group.v_head_dim):  # keys without values are not quantized
         storage = {"block_size": storage["block_size"]}
     dims = group.num_kv_heads, max(group.head_dim, 1)
@@ -439,15 +437,15 @@ def _layer_spec(group: LayerGroup, storage: Mapping[str, Any]) -> KVSpec:
 
 
 def _lines(plan: _Plan, model_type: str) -> list[str]:
-    """The text of a plan."""
     words = KVSpec(1, 1, 128, plan.groups[0].dtype, **plan.storage).storage
     longest = plan.max_len
     lines = [
         f"model      {model_type}, {words}",
         f"  {'keeps':<24} {'layers':>6} {'heads x dim':>14} {'bytes per token':>16} {f'{longest} tokens':>16}",
         *(_group_line(plan, group) for group in plan.groups),
-        *_notes(plan),
     ]
+    if checkpoint := sum(group.state_nbytes for group in plan.groups):
+        lines.append(f"  a checkpoint of the state takes {format_nbytes(checkpoint)}, at any length")
     needed = {where: "-" if n is None else format_nbytes(n) for where, n in plan.sequence_nbytes(longest).items()}
     one_table = f"not possible, {plan.refusal}" if plan.refusal else "every token of every layer"
     lines += [
@@ -466,7 +464,6 @@ def _lines(plan: _Plan, model_type: str) -> list[str]:
 
 
 def _pool_lines(plan: _Plan) -> list[str]:
-    """The pool that `install` makes."""
     if plan.is_one_table:
         assert plan.size is not None
         return [plan.size.how]
@@ -499,12 +496,6 @@ def _group_line(plan: _Plan, group: LayerGroup) -> str:
     return (
         f"  {_KEPT[group.kind].format(group.size):<24} {len(group.layers):>6} {heads:>14} {per_token:>16} {nbytes:>16}"
     )
-
-
-def _notes(plan: _Plan) -> list[str]:
-    """What the table leaves out."""
-    checkpoint = sum(group.state_nbytes for group in plan.groups)
-    return [f"  a checkpoint of the state takes {format_nbytes(checkpoint)}, at any length"] if checkpoint else []
 
 
 def _group_facts(plan: _Plan, group: LayerGroup) -> dict[str, Any]:

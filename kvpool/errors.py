@@ -29,28 +29,12 @@ class OutOfBlocks(KVPoolError, MemoryError):
         Arena whose blocks are missing; 0 in a pool without layer groups.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        needed: int = 0,
-        short_by: int = 0,
-        row: int = -1,
-        handle: int = -1,
-        blank: int = 0,
-        evictable: int = 0,
-        limbo: int = 0,
-        arena: int = 0,
-    ) -> None:
+    needed = short_by = blank = evictable = limbo = arena = 0
+    row = handle = -1
+
+    def __init__(self, message: str, **counts: int) -> None:
         super().__init__(message)
-        self.needed = needed
-        self.short_by = short_by
-        self.row = row
-        self.handle = handle
-        self.blank = blank
-        self.evictable = evictable
-        self.limbo = limbo
-        self.arena = arena
+        vars(self).update(counts)
 
 
 class OutOfSequences(KVPoolError, MemoryError):

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvpool._core import Plan, Pool
 from kvpool.groups import Group
-from kvpool.protocol import AttentionOptions, KVBackend, StepArrays
+from kvpool.protocol import AttentionOptions, KVBackend, StepArrays, check_distinct, checked_ids
 from kvpool.sizing import Parts, StateArray, aligned_nbytes, block_nbytes_of
 from kvpool.spec import KVSpec, checked_int
 
@@ -74,7 +74,7 @@ class StateSlots:
         """Store row n of each of `arrays` ``[n, *shape]`` in slot ``slots[n]``; -1 stores nothing. No slot twice."""
         ids = self._ids("write", slots, least=-1)
         rows = np.flatnonzero(ids >= 0)
-        self._check_distinct("write", ids[rows])
+        check_distinct("write", "slot", ids[rows])
         if len(arrays) != len(self._planes):
             raise ValueError(f"[write] there are {len(arrays)} arrays, a state has {len(self._planes)}")
         for number, (array, plane) in enumerate(zip(arrays, self._planes, strict=True)):
@@ -92,7 +92,7 @@ class StateSlots:
         sources, targets = self._ids("copy", src), self._ids("copy", dst)
         if len(sources) != len(targets):
             raise ValueError(f"[copy] there are {len(sources)} src and {len(targets)} dst, they must be as many")
-        self._check_distinct("copy", targets)
+        check_distinct("copy", "slot", targets)
         for plane in self._planes:
             plane[self._xp.array(targets)] = plane[self._xp.array(sources)]
 
@@ -115,7 +115,7 @@ class StateSlots:
     def import_slots(self, slots: Slots, data: np.ndarray) -> None:
         """Overwrite states with rows of `export_slots`. Slots must be distinct."""
         ids, data = self._ids("import_slots", slots), np.array(data)
-        self._check_distinct("import_slots", ids)
+        check_distinct("import_slots", "slot", ids)
         if data.dtype != np.uint8:
             raise TypeError(f"[import_slots] data must be uint8, got {data.dtype}")
         if data.shape != (len(ids), self.slot_nbytes):
@@ -132,19 +132,7 @@ class StateSlots:
         return getattr(self._xp, name if hasattr(self._xp, name) else _AS_BITS[name])
 
     def _ids(self, call: str, slots: Slots, least: int = 0) -> np.ndarray:
-        ids = np.array(slots)
-        if ids.size and ids.dtype.kind not in "iu":
-            raise TypeError(f"[{call}] slots must be integers, got {ids.dtype}")
-        if ids.ndim != 1:
-            raise ValueError(f"[{call}] slots must have shape [n], got {list(ids.shape)}")
-        if ids.size and not least <= ids.min() <= ids.max() < self.num_slots:
-            bad = int(ids.min()) if ids.min() < least else int(ids.max())
-            raise IndexError(f"[{call}] slot {bad} does not exist, the limit is {self.num_slots}")
-        return ids.astype(np.int64)
-
-    def _check_distinct(self, call: str, ids: np.ndarray) -> None:
-        if np.unique(ids).size != ids.size:
-            raise ValueError(f"[{call}] a slot is named twice in {ids.tolist()}")
+        return checked_ids(call, "slot", slots, self.num_slots, "group", least)
 
 
 _PAGE_NBYTES = 4096
@@ -258,6 +246,15 @@ class GroupStorage:
                     f"{self.bundle_blocks(number)} blocks, not {blocks}: give them to Group.state(slots, blocks=)"
                 )
         self._held = {number: self._arenas[self.groups[number].arena].backends[parts[number]] for number in parts}
+        self._own = {  # the layers of each group
+            number: [
+                Place(number, column, backend, layer)
+                for column in range(self.groups[number].columns)
+                for backend in backends
+                for layer in range(backend.spec.num_layers)
+            ]
+            for number, backends in self._held.items()
+        }
         self._places, self._is_owner = self._placed(layers)
 
     def __repr__(self) -> str:
@@ -266,30 +263,18 @@ class GroupStorage:
 
     def _placed(self, layers: Sequence[tuple[int, int] | None] | None) -> tuple[list[Place | None], list[bool]]:
         if layers is None:
-            layers = [(g, i) for g in self._held for i in range(self._num_layers(g))]
+            layers = [(g, i) for g, own in self._own.items() for i in range(len(own))]
         seen: set[tuple[int, int]] = set()
         places: list[Place | None] = []
         owners = []
         for layer, at in enumerate(layers):
-            if at is not None and not (at[0] in self._held and 0 <= at[1] < self._num_layers(at[0])):
+            if at is not None and not (at[0] in self._own and 0 <= at[1] < len(self._own[at[0]])):
                 raise ValueError(f"[GroupStorage] layers[{layer}] is {tuple(at)}, no group holds such a layer")
-            places.append(None if at is None else self._place(*at))
+            places.append(None if at is None else self._own[at[0]][at[1]])
             owners.append(at is not None and tuple(at) not in seen)
             if at is not None:
                 seen.add((at[0], at[1]))
         return places, owners
-
-    def _num_layers(self, group: int) -> int:
-        return self.groups[group].columns * sum(backend.spec.num_layers for backend in self._held[group])
-
-    def _place(self, group: int, index: int) -> Place:
-        backends = self._held[group]
-        column, index = divmod(index, sum(backend.spec.num_layers for backend in backends))
-        for backend in backends:
-            if index < backend.spec.num_layers:
-                break
-            index -= backend.spec.num_layers
-        return Place(group, column, backend, index)
 
     # ---------------------------------------------------------------------- one step
 
@@ -351,7 +336,7 @@ class GroupStorage:
         if group not in self._held:
             raise ValueError(f"[compact] group {group} holds no blocks, those that do are {sorted(self._held)}")
         table, keep = np.asarray(table), np.asarray(keep)
-        expected = self.groups[group].columns, self._num_layers(group)
+        expected = self.groups[group].columns, len(self._own[group])
         if table.ndim != 2 or keep.ndim != 3 or (table.shape[1], keep.shape[0]) != expected:
             raise ValueError(
                 f"[compact] table has shape {list(table.shape)} and keep {list(keep.shape)}, group {group} has "
@@ -562,20 +547,11 @@ class BlockRows:
         if data.shape != (len(ids), self.bytes.shape[1]):
             expected = [len(ids), self.bytes.shape[1]]
             raise ValueError(f"[import_blocks] data must have shape {expected}, got {list(data.shape)}")
-        if np.unique(ids).size != ids.size:
-            raise ValueError(f"[import_blocks] a block is named twice in {ids.tolist()}")
+        check_distinct("import_blocks", "block", ids)
         self.bytes[ids] = data
 
     def _ids(self, call: str, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        ids = np.array(blocks)
-        if ids.size and ids.dtype.kind not in "iu":
-            raise TypeError(f"[{call}] block ids must be integers, got {ids.dtype}")
-        if ids.ndim != 1:
-            raise ValueError(f"[{call}] blocks must have shape [n], got {list(ids.shape)}")
-        if ids.size and not 0 <= ids.min() <= ids.max() < self.num_blocks:
-            bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise IndexError(f"[{call}] block {bad} is outside the arena, the limit is {self.num_blocks}")
-        return ids.astype(np.int64)
+        return checked_ids(call, "block", blocks, self.num_blocks, "arena")
 
 
 class Arena:
@@ -600,9 +576,7 @@ class Arena:
         Bytes of a block.
     """
 
-    def __init__(
-        self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: Iterable[Parts]
-    ) -> None:
+    def __init__(self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: Iterable[Parts]) -> None:
         shapes = dict.fromkeys(shapes)
         self.num_blocks = num_blocks
         self.block_nbytes = block_nbytes_of(shapes)

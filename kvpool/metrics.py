@@ -86,7 +86,6 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
 
 
 def _group_infos(pool: Any) -> Iterator[tuple[dict[str, str], float]]:
-    """Labels that describe each layer group."""
     for number, (group, arena) in enumerate(zip(pool.options.groups, arenas_of(pool.options.groups), strict=True)):
         numbers = {
             "group": number,

@@ -178,7 +178,6 @@ _DBRX = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden
 
 
 def _read_groups(fields: Mapping[str, Any], dtype: str) -> tuple[LayerGroup, ...]:
-    """Return the layer groups of a type that is read without the model."""
     name = fields["model_type"]
     if name not in _RULES:
         raise ValueError(f"[config] model_type {shortened(name)} is not known without mlx-lm; {_INSTEAD}")
@@ -200,7 +199,6 @@ def _read_groups(fields: Mapping[str, Any], dtype: str) -> tuple[LayerGroup, ...
 
 
 def _sliding(name: str, fields: Mapping[str, Any]) -> list[bool]:
-    """Return which layers have a window."""
     count, types = _size(fields, "num_hidden_layers"), fields.get("layer_types")
     if types:
         unknown = [kind for kind in types if kind not in _ATTENTION] if isinstance(types, list) else [types]

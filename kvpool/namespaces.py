@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
+
+from kvpool.spec import checked_int
 
 __all__ = ["namespace"]
 
@@ -23,26 +24,12 @@ def _value(name: str, value: object) -> bytes:
     raise TypeError(f"[namespace] {name} is a {type(value).__name__} ({value!r}), bytes or str is needed")
 
 
-def _position(value: object) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"[namespace] a multimodal position is a bool ({value}), an int is needed")
-    try:
-        position = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            f"[namespace] a multimodal position is a {type(value).__name__} ({value!r}), an int is needed"
-        ) from None
-    if not 0 <= position < 2**63:
-        raise ValueError(f"[namespace] a multimodal position is out of range ({position}), 0 .. 2^63 - 1")
-    return position
-
-
 def _items(multimodal: Iterable[tuple[int, bytes]]) -> dict[int, bytes]:
     items: dict[int, bytes] = {}
     for item in multimodal:
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise TypeError(f"[namespace] a multimodal item is {item!r}, (position, digest) is needed")
-        position, digest = _position(item[0]), item[1]
+        position, digest = checked_int("namespace", "a multimodal position", item[0], 0), item[1]
         if not isinstance(digest, bytes):
             raise TypeError(f"[namespace] a multimodal digest is a {type(digest).__name__}, bytes are needed")
         if position in items:

@@ -22,41 +22,26 @@ pool on the next write.
 
 Steps
 -----
-A step is the backend's own object. It has what `prepare` checked, or brought to a device, for all layers at once. No
-caller looks into it. It may refer to the arrays of its plan, so it is valid until that plan is stepped again
-(``step``, ``reserve``, ``unshare``) or its arrays change. After ``done`` it may still be read until its blocks are
-given to another sequence. After ``rollback`` it must not be used. Queued work must not depend on the plan: a backend
-that works later copies what it is going to read.
-
-Several steps may be in use at a time, in any order: an engine with two plans prepares one while the other runs.
-`prepare` changes no byte of the storage. So it may come before or after the copies, twice, or without any use.
-`copy_blocks` is a separate call, because plans of ``reserve`` and ``unshare`` have copies and no tokens, and because a
-plan for some of its queries (`StepArrays.of_queries`) is prepared twice but copied once.
-
-Arrays
-------
-``capabilities.arrays`` names the framework whose arrays `write` and `attend` take and return: "numpy" (and what
-`numpy.asarray` takes) or "mlx". Other callers convert with `asarray` and `to_numpy`. A backend that computes when its
-framework evaluates sets ``capabilities.lazy``. `queued` then returns what must be evaluated.
+A step is the backend's own object: what `prepare` checked, or brought to a device. It may refer to the arrays of its
+plan, so it is valid until that plan is stepped again (``step``, ``reserve``, ``unshare``). After ``done`` it may still
+be read until its blocks are given to another sequence. After ``rollback`` it must not be used. Several may be in use at
+a time. docs/backends.md says more, also about arrays of frameworks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from kvpool._core import Plan
-from kvpool.spec import KVSpec
+from kvpool.spec import KVSpec, checked_int
 
 Array = Any  # an array of the backend's framework, or a numpy array
 Step = Any  # what `KVBackend.prepare` makes of a plan
-
-
-def _no_copies() -> np.ndarray:
-    return np.zeros((0, 3), np.int32)
 
 
 def _nothing() -> np.ndarray:
@@ -87,7 +72,7 @@ class StepArrays:
     seq_lens: np.ndarray = field(default_factory=_nothing)
     cu_q_lens: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     slot_mapping: np.ndarray = field(default_factory=_nothing)
-    copies: np.ndarray = field(default_factory=_no_copies)
+    copies: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
 
     @staticmethod
     def of_queries(plan: AnyPlan, tokens: np.ndarray) -> StepArrays:
@@ -210,13 +195,7 @@ class AttentionOptions:
     features: tuple[str, ...] = field(init=False, repr=False, default=())  # names of the others that are not None
 
     def __post_init__(self) -> None:
-        for name, checked in (
-            ("window", _window),
-            ("soft_cap", _soft_cap),
-            ("sinks", _per_head),
-            ("alibi_slopes", _per_head),
-            ("mask", _mask),
-        ):
+        for name, checked in _CHECKS.items():
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, checked(name, given))
@@ -240,16 +219,6 @@ class AttentionOptions:
 
 FEATURES: tuple[str, ...] = tuple(option.name for option in fields(AttentionOptions) if option.init)
 SCORES: tuple[str, ...] = ("raw", "mass")  # kinds of scores that `KVBackend.attend` can export
-
-_LARGEST_WINDOW = 2**63 - 1  # what a kernel can hold
-
-
-def _window(name: str, given: Any) -> int:
-    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
-        raise TypeError(f"[AttentionOptions] {name} must be an int, got {type(given).__name__}")
-    if not 1 <= given <= _LARGEST_WINDOW:
-        raise ValueError(f"[AttentionOptions] {name} is {given}, the range is 1 .. 2**63 - 1")
-    return int(given)
 
 
 def _soft_cap(name: str, given: Any) -> float:
@@ -286,6 +255,34 @@ def _mask(name: str, given: Any) -> np.ndarray:
         )
     with np.errstate(over="ignore"):  # a float64 below float32 is -inf
         return array if array.dtype == np.bool_ else array.astype(np.float32, copy=False)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "window": partial(checked_int, "AttentionOptions"),
+    "soft_cap": _soft_cap,
+    "sinks": _per_head,
+    "alibi_slopes": _per_head,
+    "mask": _mask,
+}
+
+
+def checked_ids(call: str, what: str, given: Any, limit: int, where: str, least: int = 0) -> np.ndarray:
+    """`given` as int64 ``[n]`` within ``least .. limit - 1``; messages say `what` it is, and `where`."""
+    ids = np.asarray(given)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"[{call}] {what} ids must be integers, got {ids.dtype}")
+    if ids.ndim != 1:
+        raise ValueError(f"[{call}] {what}s must have shape [n], got {list(ids.shape)}")
+    if ids.size and not least <= ids.min() <= ids.max() < limit:
+        bad = int(ids.min()) if ids.min() < least else int(ids.max())
+        raise IndexError(f"[{call}] {what} {bad} is outside the {where}, the limit is {limit}")
+    return ids.astype(np.int64)
+
+
+def check_distinct(call: str, what: str, ids: np.ndarray) -> None:
+    """Raise if one of the ids comes twice."""
+    if np.unique(ids).size != ids.size:
+        raise ValueError(f"[{call}] a {what} is named twice in {ids.tolist()}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,10 +79,6 @@ class LayerGroup:
         """Bytes of a sequence that do not depend on its length: one checkpoint of the state takes as many."""
         return len(self.layers) * sum(array.nbytes for array in self.arrays)
 
-    def num_held(self, num_tokens: int) -> int:
-        """Tokens of a sequence that the group holds at most while it grows to `num_tokens`."""
-        return num_tokens if self.size is None else min(num_tokens, self.size)
-
     def num_held_in_blocks(self, num_tokens: int, block_size: int) -> int:
         """Slots of the blocks that hold those tokens, wherever in a block the first of them lies."""
         if self.size is None or num_tokens <= self.size:
@@ -100,10 +96,6 @@ class LayerGroup:
         for held, new in _steps(num_tokens):
             rows = grow(rows, held, new, self.size)
         return rows
-
-    def sequence_nbytes(self, num_tokens: int) -> int:
-        """Bytes of a sequence of `num_tokens`."""
-        return self.num_held(num_tokens) * self.token_nbytes + self.state_nbytes
 
     def mlx_lm_nbytes(self, num_tokens: int) -> int:
         """Bytes that mlx-lm's own caches of these layers hold of it, see `num_held_by_mlx_lm`."""
@@ -229,11 +221,9 @@ def arrays_of_an_arena(counts: Sequence[int]) -> int:
     The most for which at most 5 % of the arrays of every group belong to no layer: more arrays mean fewer blocks to
     count.
     """
-    return next(
-        arrays
-        for arrays in range(max(counts), 0, -1)
-        if all(-(-count // arrays) * arrays * (1 - IDLE) <= count for count in counts)
-    )
+    widths = arrays_of_one_size([(count, 1) for count in counts])
+    assert widths is not None  # blocks of one array have none to idle
+    return max(widths)
 
 
 def block_nbytes_of(shapes: Collection[Parts]) -> int:

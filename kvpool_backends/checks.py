@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.protocol import SCORES, AnyPlan, AttentionOptions, Capabilities, KVBackend, StepArrays
+from kvpool.protocol import (
+    SCORES,
+    AnyPlan,
+    AttentionOptions,
+    Capabilities,
+    KVBackend,
+    StepArrays,
+    check_distinct,
+    checked_ids,
+)
 from kvpool.spec import KVSpec, checked_int
 
 Blocks = Sequence[int] | np.ndarray
@@ -52,19 +61,7 @@ def checked_rows(call: str, spec: KVSpec, num_blocks: int, storage: Any) -> np.n
 
 def block_ids(backend: KVBackend, call: str, blocks: Blocks) -> np.ndarray:
     """Block ids as int64 ``[n]``, inside of the pool."""
-    ids = np.asarray(blocks)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"[{call}] block ids must be integers, got {ids.dtype}")
-    if ids.ndim != 1:
-        raise ValueError(f"[{call}] blocks must have shape [n], got {list(ids.shape)}")
-    _check_inside(backend, call, ids)
-    return ids.astype(np.int64)
-
-
-def _check_inside(backend: KVBackend, call: str, ids: np.ndarray) -> None:
-    if ids.size and not 0 <= ids.min() <= ids.max() < backend.num_blocks:
-        bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
-        raise IndexError(f"[{call}] block {bad} is outside the pool, the limit is {backend.num_blocks}")
+    return checked_ids(call, "block", blocks, backend.num_blocks, "pool")
 
 
 def check_layer(backend: KVBackend, call: str, layer: int) -> None:
@@ -93,13 +90,8 @@ def checked_import(backend: KVBackend, blocks: Blocks, data: Any) -> tuple[np.nd
         raise TypeError(f"[import_blocks] data must be uint8, got {data.dtype}")
     if data.shape != expected:
         raise ValueError(f"[import_blocks] data must have shape {list(expected)}, got {list(data.shape)}")
-    _check_distinct("import_blocks", ids)
+    check_distinct("import_blocks", "block", ids)
     return ids, data
-
-
-def _check_distinct(call: str, ids: np.ndarray) -> None:
-    if np.unique(ids).size != ids.size:
-        raise ValueError(f"[{call}] a block is named twice in {ids.tolist()}")
 
 
 def checked_keep(backend: KVBackend, blocks: Blocks, keep: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -108,7 +100,7 @@ def checked_keep(backend: KVBackend, blocks: Blocks, keep: Any) -> tuple[np.ndar
     if places.size and places.dtype.kind not in "iu":
         raise TypeError(f"[compact] keep must be integers, got {places.dtype}")
     ids = block_ids(backend, "compact", blocks)
-    _check_distinct("compact", ids)
+    check_distinct("compact", "block", ids)
     heads = (spec.num_layers, spec.num_kv_heads)
     if places.ndim != 1 and (places.ndim != 3 or places.shape[:2] != heads):
         raise ValueError(f"[compact] keep must have shape [n] or [{heads[0]}, {heads[1]}, n], got {list(places.shape)}")
@@ -130,7 +122,7 @@ def checked_copies(backend: KVBackend, plan: AnyPlan | np.ndarray) -> np.ndarray
         raise ValueError(f"[copy_blocks] copies must have shape [K, 3], got {list(copies.shape)}")
     if copies.size and copies.dtype.kind not in "iu":
         raise TypeError(f"[copy_blocks] copies must be integers, got {copies.dtype}")
-    _check_inside(backend, "copy_blocks", copies[:, :2])
+    block_ids(backend, "copy_blocks", copies[:, :2].ravel())
     counts = copies[:, 2]
     if len(copies) and not 1 <= counts.min() <= counts.max() <= limit:
         raise ValueError(f"[copy_blocks] num_tokens is {counts.min()} .. {counts.max()}, the range is 1 .. {limit}")
@@ -164,7 +156,7 @@ def checked_step(backend: KVBackend, plan: AnyPlan) -> StepArrays:
         raise ValueError(f"[prepare] a context needs {needs[queried].max()} blocks, the table holds {tables.shape[1]}")
     tables = np.pad(tables[:rows, :width], ((0, 0), (0, max(0, width - tables.shape[1]))))
     used = np.arange(width) < needs[:, None]
-    _check_inside(backend, "prepare", tables[used & queried[:, None]])
+    block_ids(backend, "prepare", tables[used & queried[:, None]])
     tables = np.where(used & (tables >= 0) & (tables < backend.num_blocks), tables, 0)
     return StepArrays(tables, seq_lens, cu_q_lens, slots)
 

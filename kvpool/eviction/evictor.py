@@ -6,7 +6,7 @@ until the next one begins, so nothing waits for it, and a step that is taken bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,22 +220,13 @@ class Evictor:
 
     def _unshare(self, handles: Sequence[int], lens: list[int], sink: int) -> None:
         """Blocks of their own for rows that share what will be rewritten."""
-        width = max(-(-self.pool.capacity(handle) // self.pool.block_size) for handle in handles)
-        plan = self._fitting_plan(len(handles), width)
-        self._copied(self.pool.unshare, plan, handles, lens, sink, self.group)
-
-    def _fitting_plan(self, rows: int, width: int) -> Plan:
-        """The plan for copies, or a larger one."""
+        rows, width = len(handles), max(-(-self.pool.capacity(handle) // self.pool.block_size) for handle in handles)
         plan = self._plan
         if plan is None or plan.limits.max_rows < rows or plan.limits.table_width < width:
             width = min(2 * width, self.pool.options.max_blocks_per_seq)
             self._plan = plan = Plan(self.pool, 2 * rows, 2**31 - 1, formats=(), table_width=width)
-        return plan
-
-    def _copied(self, take: Callable[..., None], plan: Plan, *arguments: Any) -> None:
-        """Let a call of the pool take blocks, and copy what it says."""
         try:
-            take(plan, *arguments)
+            self.pool.unshare(plan, handles, lens, sink, self.group)
             copies = plan.groups[self.group].copies
             if len(copies):
                 self.backend.copy_blocks(copies)
@@ -248,7 +239,6 @@ class Evictor:
 
 
 def _full_group(pool: Pool, number: Any) -> Group:
-    """Return the layer group that tokens are to leave."""
     groups = pool.options.groups
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"[Evictor] group must be an int, not {type(number).__name__} ({number!r})")

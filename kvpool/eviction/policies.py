@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from kvpool.protocol import SCORES, Capabilities
+from kvpool.spec import checked_int
 
 __all__ = ["H2O", "BlockEviction", "Budget", "Policy", "SlidingWindow", "advise", "check_backend"]
 
@@ -36,7 +37,7 @@ def advise(context: int) -> Budget:
     TypeError, ValueError
         `context` is not an int, or below 16.
     """
-    context = _count("advise", "context", context, 16)
+    context = checked_int("advise", "context", context, 16)
     return Budget(context // 4, context // 8)
 
 
@@ -69,8 +70,8 @@ class SlidingWindow:
     sink: int = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_kv", _count("SlidingWindow", "max_kv", self.max_kv, 8))
-        object.__setattr__(self, "sink", _count("SlidingWindow", "sink", self.sink, 0))
+        object.__setattr__(self, "max_kv", checked_int("SlidingWindow", "max_kv", self.max_kv, 8))
+        object.__setattr__(self, "sink", checked_int("SlidingWindow", "sink", self.sink, 0))
         if self.window <= self.sink:
             raise ValueError(
                 f"[SlidingWindow] max_kv is {self.max_kv}, too small for sink {self.sink}: the least is twice that and "
@@ -118,14 +119,14 @@ class Policy:
 
     def __post_init__(self) -> None:
         call = type(self).__name__
-        object.__setattr__(self, "max_kv", _count(call, "max_kv", self.max_kv, 1))
-        object.__setattr__(self, "sink", _count(call, "sink", self.sink, 0))
-        slack = max(1, min(16, self.max_kv // 8)) if self.slack is None else _count(call, "slack", self.slack, 1)
+        object.__setattr__(self, "max_kv", checked_int(call, "max_kv", self.max_kv, 1))
+        object.__setattr__(self, "sink", checked_int(call, "sink", self.sink, 0))
+        slack = max(1, min(16, self.max_kv // 8)) if self.slack is None else checked_int(call, "slack", self.slack, 1)
         object.__setattr__(self, "slack", slack)
         if self.kind not in SCORES:
             raise ValueError(f"[{call}] kind is {self.kind!r}, it must be one of {', '.join(SCORES)}")
         _check_alpha(call, self.alpha)
-        object.__setattr__(self, "queries", _count(call, "queries", self.queries, 1))
+        object.__setattr__(self, "queries", checked_int(call, "queries", self.queries, 1))
 
     @property
     def recent(self) -> int:
@@ -192,7 +193,7 @@ class H2O(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        heavy = self.max_kv // 2 if self.heavy is None else _count("H2O", "heavy", self.heavy, 1)
+        heavy = self.max_kv // 2 if self.heavy is None else checked_int("H2O", "heavy", self.heavy, 1)
         object.__setattr__(self, "heavy", heavy)
         if self.recent < 1:
             raise ValueError(
@@ -237,7 +238,7 @@ class BlockEviction(Policy):
             object.__setattr__(self, "slack", 1)
         super().__post_init__()
         recent = self.max_kv // 4 if self.recent_tokens is None else self.recent_tokens
-        object.__setattr__(self, "recent_tokens", _count("BlockEviction", "recent_tokens", recent, 1))
+        object.__setattr__(self, "recent_tokens", checked_int("BlockEviction", "recent_tokens", recent, 1))
         self._require_room()
 
     @property
@@ -270,14 +271,6 @@ def check_backend(policy: Policy, can: Capabilities, block_size: int) -> None:
     if not policy.whole_blocks and not can.compacts:
         raise ValueError(f"[{call}] backend {can.name!r} cannot move tokens; BlockEviction moves none")
     policy.check_block_size(block_size)
-
-
-def _count(call: str, name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"[{call}] {name} must be an int, not {type(value).__name__} ({value!r})")
-    if not least <= value < 2**31:
-        raise ValueError(f"[{call}] {name} is {value}, the least is {least}, the most 2^31 - 1")
-    return int(value)
 
 
 def _check_alpha(call: str, alpha: Any) -> None:

@@ -118,7 +118,7 @@ class Layout:
             step, count = group.block_size // self.block_size, len(tokens) // group.block_size
             own = tokens[: count * group.block_size].reshape(count, group.block_size)
             parents = keys[: count * step : step]
-            found.append(Blocks(keys[step :: step][:count], parents, own, digest, number))
+            found.append(Blocks(keys[step::step][:count], parents, own, digest, number))
         return tuple(found)
 
 
@@ -191,6 +191,10 @@ class TierStats(NamedTuple):
     errors: int = 0  #: calls of the system or the server that failed
     write_seconds: float = 0.0  #: CPU time of the thread that writes
     reserve_nbytes: int = 0  #: gauge: free bytes of the disk that it leaves to others
+
+    def plus(self, **more: int) -> TierStats:
+        """These counters, some of them larger by so much."""
+        return self._replace(**{name: getattr(self, name) + count for name, count in more.items()})
 
 
 @runtime_checkable

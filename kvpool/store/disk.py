@@ -31,7 +31,6 @@ _PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}  # errors that say nothing about a file: tried again
-_SEGMENT_HOURS = 12  # that a segment grows, at most. When it is sealed, only the bytes that it has count
 
 
 @dataclass(slots=True)
@@ -54,19 +53,16 @@ class _Growing:
     stem: str
     fd: int
     end: int
-    granted: int  # bytes that it may have
-    since: int  # the hour in which it began
-    counted: int  # the hour in which these bytes count
     names: list[int]
     offsets: list[int]
 
-    def fits(self, nbytes: int) -> bool:
+    def fits(self, nbytes: int, most: int) -> bool:
         footer = form.aligned((len(self.names) + 1) * form.FOOTER.itemsize) + form.TRAILER.size
-        return self.end + nbytes + footer <= self.granted
+        return self.end + nbytes + footer <= most
 
 
 class DiskStore:
-    """Blocks on a disk, within a quota, for one process or several.
+    """Blocks on a disk, within a quota, for one process or several. See `BlockStore`.
 
     Parameters
     ----------
@@ -159,12 +155,12 @@ class DiskStore:
         self._listed: list[Listed] = []  # what was in the directory. The thread's alone, as what follows
         self._listed_at = -1  # the directory's time of modification then, -1: it may change within the same moment
         self._growing: _Growing | None = None
+        self._allowed = (0, 0)  # an hour, and the bytes that it may still write in it
         self._worthless: set[str] = set()  # of those refused: damaged, or of another layout
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
         self._refusal = ""  # why it pauses; empty when a block was written
         self._touched = time.monotonic()
         self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds)
-        self._outbox.start()
 
     def __repr__(self) -> str:
         return f"<DiskStore in {self._folder.path}, {len(self._index)} blocks, at most {self.max_nbytes} bytes>"
@@ -184,7 +180,6 @@ class DiskStore:
             return self._index.find(names) != form.Index.NOWHERE
 
     def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
-        """See `BlockStore.load`."""
         checked("load", self.layout, blocks, rows, writable=True)
         names = form.names_of(blocks.keys, blocks.group)
         with self._lock:
@@ -201,7 +196,6 @@ class DiskStore:
         return loaded
 
     def store(self, blocks: Blocks, rows: Rows) -> int:
-        """See `BlockStore.store`."""
         checked("store", self.layout, blocks, rows)
         names = form.names_of(blocks.keys, blocks.group)
         with self._lock:
@@ -226,11 +220,9 @@ class DiskStore:
                 self._segments[int(number)].used += int(count)
 
     def drain(self, timeout: float = 60.0) -> bool:
-        """See `BlockStore.drain`."""
         return self._outbox.drain(timeout)
 
     def stats(self) -> dict[str, TierStats]:
-        """See `BlockStore.stats`."""
         with self._lock:
             gauges = {"blocks": len(self._index), "nbytes": self._held_nbytes, "queued_nbytes": self._outbox.nbytes}
             return {"disk": self._counts._replace(**gauges, write_seconds=self._outbox.seconds)}
@@ -305,10 +297,7 @@ class DiskStore:
     # ---------------------------------------------------------------------- the thread
 
     def _write(self, items: list[Waiting]) -> None:
-        for item in items:
-            self._write_one(item)
-
-    def _write_one(self, item: Waiting) -> None:
+        (item,) = items  # its outbox has no batches
         with self._lock:
             if self._index.find(np.array([item.name], np.uint64))[0] != form.Index.NOWHERE:
                 return  # another process was faster
@@ -358,14 +347,32 @@ class DiskStore:
 
     def _growing_with_room(self, nbytes: int) -> _Growing | None:
         """The segment to append to; None in a pause. `OSError` if the disk, the quota or the budget refuse."""
-        growing = self._growing
-        if growing is not None and (self._is_old(growing) or not growing.fits(nbytes)):
+        if self._growing is not None and not self._growing.fits(nbytes, self.segment_nbytes):
             self._seal()
-        if self._growing is None and time.monotonic() >= self._paused_until:
+        if self._growing is not None:
+            self._spend(nbytes + form.FOOTER.itemsize)
+        elif time.monotonic() >= self._paused_until:
             self._come_back()
+            self._spend(form.HEADER.size + nbytes + form.ALIGNMENT + form.TRAILER.size)
             with self._folder.lock():
-                self._begin(nbytes)
+                self._begin()
         return self._growing
+
+    def _spend(self, nbytes: int) -> None:
+        """Take bytes from the budget before they are written; `Refused` if it has not so many."""
+        budget = self.write_nbytes_per_day
+        if budget is None:
+            return
+        hour, left = self._allowed
+        if hour != this_hour():  # what it took and did not write stays with that hour
+            hour, left = this_hour(), 0
+        if left < nbytes:
+            with self._folder.lock():
+                left += self._folder.granted(max(nbytes, self.segment_nbytes // 8), budget)
+        self._allowed = hour, left
+        if left < nbytes:
+            raise Refused(f"[DiskStore] the budget of {budget} bytes per day is used up")
+        self._allowed = hour, left - nbytes
 
     def _come_back(self) -> None:
         """Make the directory anew if somebody has deleted it."""
@@ -385,40 +392,15 @@ class DiskStore:
             _log.warning("[DiskStore] %s takes nothing for %d s: %s", self._folder.path, _PAUSE_SECONDS, text)
         self._refusal = kind
 
-    def _is_old(self, growing: _Growing) -> bool:
-        return self.write_nbytes_per_day is not None and this_hour() - growing.since >= _SEGMENT_HOURS
-
-    def _recount(self) -> None:
-        """Seal a segment that is old. Count the share of one that grows in this hour: it may be written now."""
-        growing = self._growing
-        if growing is None or self.write_nbytes_per_day is None or growing.counted == this_hour():
-            return
-        if self._is_old(growing):
-            return self._seal()
-        with suppress(OSError), self._folder.lock():
-            self._folder.settled(growing.granted, growing.counted, growing.granted)
-            growing.counted = this_hour()
-
-    def _begin(self, nbytes: int) -> None:
-        """Begin a segment for a record of `nbytes`; `Refused` if budget or quota do not allow it. With the lock."""
-        budget = self.write_nbytes_per_day
-        hour = this_hour()
-        growing = _Growing(-1, "", -1, form.HEADER.size, 0, hour, hour, [], [])
-        growing.granted = self._folder.granted(self.segment_nbytes, budget)
-        try:
-            if not growing.fits(nbytes):
-                raise Refused(f"[DiskStore] the budget of {budget} bytes per day is used up")
-            self._make_room()
-            growing.stem, growing.fd = self._folder.create(form.packed_header(self.layout.digest))
-        except OSError:
-            if budget is not None:
-                self._folder.settled(growing.granted, growing.counted, 0)
-            raise
+    def _begin(self) -> None:
+        """Begin a segment. With the lock of the folder."""
+        self._make_room()
+        stem, fd = self._folder.create(form.packed_header(self.layout.digest))
         with self._lock:
-            growing.number = self._know(_Segment(growing.stem, form.KIND, False, growing.end))
+            number = self._know(_Segment(stem, form.KIND, False, form.HEADER.size))
             self._held_nbytes += form.HEADER.size
         self._count(written_nbytes=form.HEADER.size)
-        self._growing = growing
+        self._growing = _Growing(number, stem, fd, form.HEADER.size, [], [])
 
     def _make_room(self, is_full: bool = False) -> None:
         """Delete segments until a new one fits quota and disk; `Refused` if it cannot. With the lock of the folder.
@@ -447,27 +429,21 @@ class DiskStore:
         entries = np.zeros(len(growing.names), form.FOOTER)
         entries["name"], entries["offset"] = growing.names, growing.offsets
         try:
-            size = self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
+            self._close_segment(growing.stem, growing.fd, entries, growing.end, form.KIND)
         except OSError:
             return self._count(errors=1)  # a later look at the directory adopts it
-        try:
-            if self.write_nbytes_per_day is not None:
-                with self._folder.lock():
-                    self._folder.settled(growing.granted, growing.counted, size)
-        except OSError:
-            self._count(errors=1)
         with self._lock:
             segment = self._segments.get(growing.number)
             if segment is not None:  # the store is not closed, and nobody has deleted the file
                 segment.is_sealed, segment.blocks = True, len(entries)
                 self._index.merge({growing.number: entries})
 
-    def _close_segment(self, stem: str, fd: int, entries: np.ndarray, end: int, kind: int) -> int:
-        """Cut off what is behind the last record, write the footer, seal; return the size of the file."""
+    def _close_segment(self, stem: str, fd: int, entries: np.ndarray, end: int, kind: int) -> None:
+        """Cut off what is behind the last record, write the footer, seal."""
         try:
             if not len(entries):
                 self._folder.remove(stem + GROWING)
-                return 0
+                return
             os.ftruncate(fd, end)
             footer = form.packed_footer(self.layout.digest, entries, end, kind)
             try:
@@ -483,7 +459,6 @@ class DiskStore:
         with self._lock:
             self._held_nbytes += written
         self._count(written_nbytes=written)
-        return end + written
 
     # ---------------------------------------------------------------------- the directory
 
@@ -492,7 +467,6 @@ class DiskStore:
         if self._is_closed:
             self.ready.set()
             return
-        self._recount()
         try:
             self._come_back()
             if not (self.ready.is_set() or self._folder.is_read_only):
@@ -564,24 +538,27 @@ class DiskStore:
             size = os.fstat(fd).st_size
             if size == 0 and not each.is_sealed:
                 return  # its writer is about to write the header
-            kind, layout = form.read_header(fd)
-            if layout != self.layout.digest:
-                raise ValueError(f"the layout is {layout.hex()}, not {self.layout.digest.hex()}")
-            found = form.read_footer(fd, size, layout) if each.is_sealed else None
-            if found is None:
-                begin = form.HEADER.size if known is None or each.is_sealed else known.end
-                found = form.scanned(fd, begin, size, kind, self._is_ours)
+            begin = form.HEADER.size if known is None or each.is_sealed else known.end
+            kind, entries, end = self._read_segment(fd, size, begin, each.is_sealed)
         except (OSError, ValueError) as error:
             return self._refuse(each.name, error)
         finally:
             os.close(fd)
         with self._lock:
-            number = self._know(_Segment(each.stem, kind, each.is_sealed, found[1], len(found[0])))
+            number = self._know(_Segment(each.stem, kind, each.is_sealed, end, len(entries)))
             if not each.is_sealed and number in self._segments:
-                for name, offset in found[0].tolist():
+                for name, offset in entries.tolist():
                     self._index.add(name, number, offset)
         if each.is_sealed:
-            yield number, found[0]
+            yield number, entries
+
+    def _read_segment(self, fd: int, size: int, begin: int, is_sealed: bool) -> tuple[int, np.ndarray, int]:
+        """Kind of checksums, entries of our records and where these end: by the footer, or from `begin` on."""
+        kind, layout = form.read_header(fd)
+        if layout != self.layout.digest:
+            raise ValueError(f"the layout is {layout.hex()}, not {self.layout.digest.hex()}")
+        found = form.read_footer(fd, size, layout) if is_sealed else None
+        return kind, *(found or form.scanned(fd, begin, size, kind, self._is_ours))
 
     def _refuse(self, name: str, error: OSError | ValueError) -> None:
         """Leave a segment out, unless the error may pass."""
@@ -606,15 +583,12 @@ class DiskStore:
                     self._folder.remove(each.name)
                     return False
                 try:
-                    kind, layout = form.read_header(fd)
-                    if layout != self.layout.digest:
-                        raise ValueError("another layout")
-                    found = form.scanned(fd, form.HEADER.size, size, kind, self._is_ours)
+                    kind, entries, end = self._read_segment(fd, size, form.HEADER.size, False)
                 except (OSError, ValueError):
                     os.close(fd)
                     self._folder.seal(each.stem)  # as it is: looked at then like any other
                     return True
-                self._close_segment(each.stem, fd, *found, kind)
+                self._close_segment(each.stem, fd, entries, end, kind)
                 return True
         except OSError:
             return False
@@ -641,7 +615,7 @@ class DiskStore:
         segment = self._segments.pop(number, None)
         if segment is not None:
             del self._numbers[segment.stem]
-            self._counts = self._counts._replace(evicted=self._counts.evicted + self._index.drop({number}))
+            self._counts = self._counts.plus(evicted=self._index.drop({number}))
 
     def _touch_used(self) -> None:
         """Write down which segments were of use, for whoever makes room: this process, another, a later one."""
@@ -657,8 +631,7 @@ class DiskStore:
 
     def _count(self, **more: int) -> None:
         with self._lock:
-            counts = self._counts
-            self._counts = counts._replace(**{name: getattr(counts, name) + n for name, n in more.items()})
+            self._counts = self._counts.plus(**more)
 
 
 def _is_whole(fd: int, offset: int, kind: int) -> bool:

@@ -373,38 +373,21 @@ class Folder:
                 f"({own_line}); take another directory"
             )
 
-    def granted(self, nbytes: int, budget: int | None) -> int:
-        """Take up to `nbytes` from the budget of 24 hours, and return how many. The caller holds the lock.
+    def granted(self, nbytes: int, budget: int) -> int:
+        """Take up to `nbytes` from the budget of 24 hours, and return how many. With the lock.
 
         The file ``written.json`` has the bytes of each hour. If the clock went back, later hours count as this one.
         """
-        if budget is None:
-            return nbytes
-        hours = self._hours()
-        took = max(min(nbytes, budget - sum(hours.values())), 0)
-        self._count_hour(hours, took)
-        return took
-
-    def settled(self, granted: int, since: int, nbytes: int) -> None:
-        """Count the `nbytes` that were written in place of the bytes `granted` in the hour `since`. With the lock."""
-        hours = self._hours()
-        since = min(since, this_hour())
-        if since in hours:
-            hours[since] = max(hours[since] - granted, 0)
-        self._count_hour(hours, nbytes)
-
-    def _hours(self) -> dict[int, int]:
         hour, hours = this_hour(), dict[int, int]()
         with suppress(OSError, ValueError, TypeError, OverflowError):
             for key, value in self.read_json("written.json").items():
                 if int(key) > hour - _HOURS:
                     at = min(int(key), hour)
                     hours[at] = hours.get(at, 0) + max(int(value), 0)  # type: ignore[call-overload]
-        return hours
-
-    def _count_hour(self, hours: dict[int, int], nbytes: int) -> None:
-        hours[this_hour()] = hours.get(this_hour(), 0) + nbytes
+        took = max(min(nbytes, budget - sum(hours.values())), 0)
+        hours[hour] = hours.get(hour, 0) + took
         self.write_json("written.json", {str(key): value for key, value in hours.items()})
+        return took
 
 
 def this_hour() -> int:

@@ -80,9 +80,6 @@ class Outbox:
         self.nbytes = 0  # of what waits
         self.seconds = 0.0  # of CPU time, for writing
         self._thread = Thread(target=self._run, name="kvpool-store", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def put(self, layout: bytes, blocks: Blocks, rows: Rows, names: np.ndarray) -> tuple[int, int]:

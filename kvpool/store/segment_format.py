@@ -128,11 +128,6 @@ _KEY_AT = 48  # in a record
 _FIELDS_NBYTES = RECORD.size - 32  # of a record without its checksums, and the zeros between them
 
 
-def padded(data: bytes) -> bytes:
-    """Fill up with zeros to where the next thing begins."""
-    return data.ljust(aligned(len(data)), b"\0")
-
-
 def packed_header(layout: bytes) -> bytes:
     """The first bytes of a segment."""
     fields = HEADER.pack(HEADER_MAGIC, VERSION, KIND, layout, 0)[:-8]
@@ -150,7 +145,7 @@ def packed_footer(layout: bytes, entries: np.ndarray, end: int, kind: int) -> by
     footer = entries.astype(FOOTER, copy=False).tobytes()
     own = checksum(kind, footer)
     fields = TRAILER.pack(TRAILER_MAGIC, VERSION, kind, layout, len(entries), end, own, 0)[:-8]
-    return padded(footer) + fields + checksum(kind, fields).to_bytes(8, "little")
+    return footer.ljust(aligned(len(footer)), b"\0") + fields + checksum(kind, fields).to_bytes(8, "little")
 
 
 def is_right(kind: int, head: bytes | bytearray, fields: bytes, tokens: bytes, payload: Any) -> bool:
@@ -192,13 +187,6 @@ def read_head(fd: int, offset: int, size: int, kind: int) -> tuple[Head, bytes] 
     return head, tokens
 
 
-def scan(fd: int, begin: int, size: int, kind: int) -> Iterator[tuple[int, Head, bytes]]:
-    """Yield offset, fields and tokens of whole records from `begin` on, up to the first that is none."""
-    while (found := read_head(fd, begin, size, kind)) is not None:
-        yield begin, *found
-        begin += found[0].end
-
-
 def read_footer(fd: int, size: int, layout: bytes) -> tuple[np.ndarray, int] | None:
     """Return the entries of a sealed segment and where its records end; None if it has no whole footer."""
     if size < HEADER.size + TRAILER.size:
@@ -222,13 +210,14 @@ def read_footer(fd: int, size: int, layout: bytes) -> tuple[np.ndarray, int] | N
 
 
 def scanned(fd: int, begin: int, size: int, kind: int, is_ours: Callable[[Head], bool]) -> tuple[np.ndarray, int]:
-    """The result of `read_footer`, made from the records themselves: those that are ours."""
+    """The result of `read_footer`, made from the records: those that are ours, up to the first that is not whole."""
     names, offsets, end = [], [], begin
-    for offset, head, _ in scan(fd, begin, size, kind):
-        end = offset + head.end
+    while (found := read_head(fd, end, size, kind)) is not None:
+        head = found[0]
         if is_ours(head):
             names.append(name_of(head.key, head.group))
-            offsets.append(offset)
+            offsets.append(end)
+        end += head.end
     entries = np.zeros(len(names), FOOTER)
     entries["name"], entries["offset"] = names, offsets
     return entries, end
@@ -296,11 +285,6 @@ class Index:
 
     def __len__(self) -> int:
         return len(self._names) + len(self._recent)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return self._names.nbytes + self._places.nbytes
 
     def find(self, names: np.ndarray) -> np.ndarray:
         """Return the place of each name, NOWHERE if it has none."""

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from threading import Lock, Timer
 from typing import Any
 
@@ -30,7 +31,7 @@ _URL = re.compile(rf"(\w+://){_USER}({_PLACE})(?:[?#][^@]*)?", re.ASCII)
 
 
 class ServerStore:
-    """Blocks on a server that speaks the protocol of Redis. The server has the quota, and decides what leaves.
+    """Blocks on a server that speaks the protocol of Redis, which decides what leaves. See `BlockStore`.
 
     Parameters
     ----------
@@ -89,7 +90,6 @@ class ServerStore:
         self._told: dict[str, str] = {}  # what fails now, reading or writing, and how
         self._is_closed = False
         self._outbox = Outbox(self._send, lambda: None, lambda: None, queue_nbytes, 3600.0, _BATCH_NBYTES)
-        self._outbox.start()
 
     def __repr__(self) -> str:
         return f"<ServerStore on {self._place}>"
@@ -104,32 +104,25 @@ class ServerStore:
         checked("lookup", self.layout, blocks)
         found = np.zeros(len(blocks), bool)
 
-        def ask(client: Any) -> None:
+        def ask(client: Any) -> Any:
             pipeline = client.pipeline(transaction=False)
-            for key in blocks.keys:
-                pipeline.exists(self._name(key.tobytes(), blocks.group))
-            answers = pipeline.execute()
-            if len(answers) == len(blocks):
-                found[:] = [answer == 1 for answer in answers]
+            for name in self._names(blocks):
+                pipeline.exists(name)
+            return pipeline.execute()
 
-        if len(blocks):
-            self._ask(ask)
+        if len(blocks) and len(answers := self._ask(ask)) == len(blocks):
+            found[:] = [answer == 1 for answer in answers]
         return found
 
     def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
-        """See `BlockStore.load`."""
         checked("load", self.layout, blocks, rows, writable=True)
         nbytes = self.layout.groups[blocks.group].nbytes
         loaded, step = np.zeros(len(blocks), bool), max(_CHUNK_NBYTES // nbytes, 1)
         damaged = 0
         for begin in range(0, len(blocks), step):
             some = blocks[begin : begin + step]
-            answers: list[Any] = []
-
-            def ask(client: Any, some: Blocks = some, answers: list[Any] = answers) -> None:
-                answers += client.mget([self._name(key.tobytes(), some.group) for key in some.keys])
-
-            if not self._ask(ask) or len(answers) != len(some):
+            answers = self._ask(methodcaller("mget", self._names(some)))
+            if len(answers) != len(some):
                 break
             heads = form.expected_heads(self.layout.digest, some, nbytes)
             for number, answer in enumerate(answers):
@@ -141,7 +134,6 @@ class ServerStore:
         return loaded
 
     def store(self, blocks: Blocks, rows: Rows) -> int:
-        """See `BlockStore.store`."""
         checked("store", self.layout, blocks, rows)
         took = waiting = 0
         if not (self._is_closed or self.is_paused):
@@ -156,7 +148,6 @@ class ServerStore:
         checked("touch", self.layout, blocks)
 
     def drain(self, timeout: float = 60.0) -> bool:
-        """See `BlockStore.drain`."""
         return self._outbox.drain(timeout)
 
     def stats(self) -> dict[str, TierStats]:
@@ -177,6 +168,9 @@ class ServerStore:
 
     def _name(self, key: bytes, group: int) -> bytes:
         return self._prefix + key + group.to_bytes(4, "little")
+
+    def _names(self, blocks: Blocks) -> list[bytes]:
+        return [self._name(key.tobytes(), blocks.group) for key in blocks.keys]
 
     def _send(self, items: list[Waiting]) -> None:
         """Write blocks in one pipeline; the thread does it. A server that refuses, full or a replica, is read on."""
@@ -211,20 +205,20 @@ class ServerStore:
         written = [size for size, answer in zip(sizes, answers, strict=True) if not isinstance(answer, ResponseError)]
         self._count(written_nbytes=sum(written), dropped=len(refused))
 
-    def _ask(self, call: Callable[[Any], None]) -> bool:
-        """Make a call on the reader within the timeout; whether it was answered."""
+    def _ask(self, call: Callable[[Any], Any]) -> list[Any]:
+        """Make a call on the reader within the timeout, and return its answers: none if it has failed."""
         is_paused = time.monotonic() < self._paused_until
         if self._is_closed or is_paused or not self._reading.acquire(timeout=self._timeout):
-            return False
+            return []
         try:
             with self._deadline(self._reader) as client:
-                call(client)
+                answers = list(call(client))
             self._told.pop("reading", None)
-            return True
+            return answers
         except Exception as error:  # whatever an answer that is garbage leads to
             self._paused_until = time.monotonic() + self._pause
             self._failed("reading", error)
-            return False
+            return []
         finally:
             self._reading.release()
 
@@ -252,8 +246,7 @@ class ServerStore:
 
     def _count(self, **more: int) -> None:
         with self._counting:
-            counts = self._counts
-            self._counts = counts._replace(**{name: getattr(counts, name) + n for name, n in more.items()})
+            self._counts = self._counts.plus(**more)
 
 
 def _took(answer: bytes, fields: bytes, tokens: bytes, row: np.ndarray) -> bool:

@@ -22,7 +22,7 @@ class _Held(NamedTuple):
 
 
 class MemoryStore:
-    """Blocks in host memory, within a budget; the least recently used ones leave.
+    """Blocks in host memory, within a budget; the least recently used ones leave. See `BlockStore`.
 
     Parameters
     ----------
@@ -47,13 +47,11 @@ class MemoryStore:
         return f"<MemoryStore of {len(self._held)} blocks, {self._nbytes} of {self.max_nbytes} bytes>"
 
     def lookup(self, blocks: Blocks) -> np.ndarray:
-        """See `BlockStore.lookup`."""
         checked("lookup", self.layout, blocks)
         with self._lock:
             return np.array([name in self._held for name in _names(blocks)], bool)
 
     def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
-        """See `BlockStore.load`."""
         checked("load", self.layout, blocks, rows, writable=True)
         loaded, damaged = np.zeros(len(blocks), bool), 0
         with self._lock:
@@ -72,7 +70,6 @@ class MemoryStore:
         return loaded
 
     def store(self, blocks: Blocks, rows: Rows) -> int:
-        """See `BlockStore.store`."""
         checked("store", self.layout, blocks, rows)
         nbytes = self.layout.groups[blocks.group].nbytes
         with self._lock:
@@ -94,7 +91,6 @@ class MemoryStore:
             return len(blocks)
 
     def touch(self, blocks: Blocks) -> None:
-        """See `BlockStore.touch`."""
         checked("touch", self.layout, blocks)
         with self._lock:
             for name in _names(blocks):
@@ -106,7 +102,6 @@ class MemoryStore:
         return True
 
     def stats(self) -> dict[str, TierStats]:
-        """See `BlockStore.stats`."""
         with self._lock:
             return {"memory": self._counts._replace(blocks=len(self._held), nbytes=self._nbytes)}
 
@@ -118,11 +113,11 @@ class MemoryStore:
             self._nbytes = 0
 
     def _count(self, **more: int) -> None:
-        self._counts = self._counts._replace(**{name: getattr(self._counts, name) + n for name, n in more.items()})
+        self._counts = self._counts.plus(**more)
 
 
 class TieredStore:
-    """Stores one behind the other, fastest first: what one does not have, the next is asked for.
+    """Stores one behind the other, fastest first: what one does not have, the next is asked for. See `BlockStore`.
 
     Parameters
     ----------
@@ -143,7 +138,6 @@ class TieredStore:
         return f"<TieredStore of {', '.join(map(repr, self.tiers))}>"
 
     def lookup(self, blocks: Blocks) -> np.ndarray:
-        """See `BlockStore.lookup`."""
         found = self.tiers[0].lookup(blocks)
         for tier in self.tiers[1:]:
             if (rest := np.flatnonzero(~found)).size:
@@ -151,7 +145,6 @@ class TieredStore:
         return found
 
     def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
-        """See `BlockStore.load`."""
         loaded = self.tiers[0].load(blocks, rows)
         for tier in self.tiers[1:]:
             if (rest := np.flatnonzero(~loaded)).size:
@@ -163,7 +156,6 @@ class TieredStore:
         return max([tier.store(blocks, rows) for tier in self.tiers])
 
     def touch(self, blocks: Blocks) -> None:
-        """See `BlockStore.touch`."""
         for tier in self.tiers:
             tier.touch(blocks)
 
@@ -172,7 +164,6 @@ class TieredStore:
         return all([tier.drain(timeout) for tier in self.tiers])
 
     def stats(self) -> dict[str, TierStats]:
-        """See `BlockStore.stats`."""
         return {name: stats for tier in self.tiers for name, stats in tier.stats().items()}
 
     def close(self) -> None:

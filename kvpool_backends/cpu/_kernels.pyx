@@ -5,14 +5,23 @@ releases the GIL and runs a kernel. A refused call has changed nothing. The kern
 not see what another thread writes to a table meanwhile.
 """
 import os
+import threading
 from inspect import signature
 from itertools import product
 from math import prod
 
-from cpython.buffer cimport Py_buffer
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uintptr_t
-from libc.stdlib cimport bsearch, calloc, free, malloc, qsort
-from libc.string cimport memcpy, memset
+import numpy as np
+
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_RECORDS_RO, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release,
+    PyObject_CheckBuffer, PyObject_GetBuffer,
+)
+from cpython.object cimport PyObject
+from cpython.unicode cimport PyUnicode_AsUTF8
+from libc.math cimport INFINITY, isfinite, sqrt
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uintptr_t
+from libc.stdlib cimport bsearch, calloc, free, llabs, qsort
+from libc.string cimport memcpy, memset, strcmp
 
 cdef extern from *:
     """
@@ -21,24 +30,17 @@ cdef extern from *:
     #endif
     """
 
-from kvpool._core cimport to_int
-from kvpool_backends.cpu._arguments cimport (
-    RELAXED, UINT8, Arguments, Bases, compare_ids, copy_ints, extent_of, format_of, grow, kind_of, load_int, load_size,
-    overlap, store_int, store_size,
-)
-from kvpool_backends.cpu._attention cimport (
-    Inputs, lists_nbytes, raise_from_handler, read_inputs, read_tables, tables_nbytes, take_inputs, take_scores,
-    take_tokens,
-)
-from kvpool_backends.cpu.kvcpu cimport (
-    KV_BF16, KV_F8, KV_F16, KV_F32, kv_attend, kv_attend_scratch_nbytes, kv_attention, kv_compact, kv_copy_blocks,
-    kv_cpus, kv_export, kv_gather, kv_import, kv_isa, kv_isa_at, kv_isa_count, kv_isa_name, kv_isa_tiling, kv_layer,
-    kv_part, kv_plane, kv_read_sum, kv_scores_scratch_nbytes, kv_tokens, kv_write, kv_zero,
-)
+from kvpool._core cimport current_process, to_int
+from kvpool_backends.cpu.kvcpu cimport *
 
+from kvpool.errors import ConcurrentUse
+from kvpool.protocol import AttentionOptions
 from kvpool.spec import KVSpec
 from kvpool_backends.checks import check_attends
 from kvpool_backends.cpu import _signatures
+
+include "_arguments.pxi"
+include "_attention.pxi"
 
 MOST_THREADS = 1024
 
@@ -127,27 +129,14 @@ def read_sum(arrays, num_threads=None):
     """
     cdef int threads = load_int(&process_threads, RELAXED)
     cdef Bases bases = Bases()
-    cdef const char** ranges = NULL
-    cdef int64_t* nbytes = NULL
-    cdef int64_t i, n
-    cdef float total
+    cdef int64_t i
+    cdef float total = 0
     if num_threads is not None:
         threads = <int>to_int(num_threads, "read_sum", "num_threads", 1, MOST_THREADS)
     bases.take("read_sum", arrays, False)
-    n = bases.count
-    ranges = <const char**>malloc(max(n, 1) * sizeof(char*))
-    nbytes = <int64_t*>malloc(max(n, 1) * sizeof(int64_t))
-    try:
-        if ranges == NULL or nbytes == NULL:
-            raise MemoryError(f"[read_sum] no memory for a list of {n} arrays")
-        for i in range(n):
-            ranges[i] = <const char*>bases.views[i].buf
-            nbytes[i] = bases.views[i].len
-        with nogil:
-            total = kv_read_sum(default_kernels, ranges, nbytes, n, threads)
-    finally:
-        free(ranges)
-        free(nbytes)
+    with nogil:
+        for i in range(bases.count):
+            total += kv_read_sum(default_kernels, <const char*>bases.views[i].buf, bases.views[i].len, threads)
     return total
 
 
@@ -273,6 +262,20 @@ cdef class BlockStore:
     after the first calls nothing is allocated (`scratch_nbytes`).
     """
 
+    cdef readonly object spec
+    cdef readonly int64_t num_blocks
+    cdef const kv_isa* kernels
+    cdef int num_threads                # 0: as many as the process uses
+    cdef kv_layer* layers               # [num_layers]
+    cdef int64_t num_layers
+    cdef Bases bases
+    cdef Arguments arguments
+    cdef Scratch lists                  # lengths or ids of a call, as the kernels want them
+    cdef Scratch tables                 # and its block ids
+    cdef Scratch work                   # what kv_attend asks for
+    cdef int64_t scores_nbytes          # of `work`, the most that a call's scores took
+    cdef object __weakref__
+
     __signature__ = signature(_signatures.BlockStore)
 
     def __cinit__(self, *args, **options):
@@ -376,7 +379,7 @@ cdef class BlockStore:
         scale : float, optional
             ``1 / sqrt(D)`` by default.
         options : AttentionOptions, optional
-            Or any object with its attributes. Nobody looks for NaN in the mask: where it is visible, so is the NaN.
+            Nobody looks for NaN in the mask: where it is visible, so is the NaN.
         scores : "raw" or "mass", optional
             See `KVBackend.attend`.
         scores_out : float32 ``[>= B, Hk, >= C]``, with `scores`
@@ -414,7 +417,7 @@ cdef class BlockStore:
                 raise ValueError("[attend] scores_out needs scores, one of ['raw', 'mass']; scores is None")
             arguments.check_output(results)
             self.bases.check_apart(arguments)
-            read_inputs(&inputs, &call, grow(&self.lists, lists_nbytes(&inputs, &call)))
+            read_inputs(&inputs, &call, grow(&self.lists, lists_nbytes(&inputs, &call)), options)
             read_tables(inputs.tables, &call, <int32_t*>grow(&self.tables, tables_nbytes(&call)))
             if call.num_tokens == 0 and inputs.scores == NULL:
                 return
@@ -541,50 +544,38 @@ cdef class BlockStore:
 
     def zero(self, blocks):
         """Set every byte of the blocks ``[n]`` to 0, in all layers and planes."""
-        cdef int64_t* ids
-        cdef int64_t num_blocks
-        cdef int threads = self.threads()
-        self.arguments.begin("zero")
-        try:
-            ids = self.block_list(blocks, &num_blocks)
-            with nogil:
-                kv_zero(self.layers, self.num_layers, ids, num_blocks, threads)
-        finally:
-            self.arguments.end()
+        self.do_blocks("zero", KV_ZERO, blocks, None)
 
     def export_blocks(self, blocks, out):
         """The bytes of the blocks ``[n]`` in portable order to `out`, C-contiguous uint8 ``[n, spec.block_nbytes]``."""
-        cdef int64_t* ids
-        cdef const Py_buffer* view
-        cdef int64_t num_blocks
-        cdef int threads = self.threads()
-        self.arguments.begin("export_blocks")
-        try:
-            ids = self.block_list(blocks, &num_blocks)
-            view = self.take_rows(out, "out", num_blocks)
-            self.arguments.check_output(view)
-            self.bases.check_apart(self.arguments)
-            with nogil:
-                kv_export(self.layers, self.num_layers, ids, num_blocks, <char*>view.buf, threads)
-        finally:
-            self.arguments.end()
+        self.do_blocks("export_blocks", KV_EXPORT, blocks, out)
 
     def import_blocks(self, blocks, data):
         """Overwrite the blocks ``[n]``, which must be distinct, with rows that `export_blocks` made."""
+        self.do_blocks("import_blocks", KV_IMPORT, blocks, data)
+
+    cdef int do_blocks(self, str call, kv_task task, object blocks, object rows) except -1:
+        cdef Arguments arguments = self.arguments
+        cdef const Py_buffer* view = NULL
         cdef int64_t* ids
-        cdef const Py_buffer* view
         cdef int64_t num_blocks
         cdef int threads = self.threads()
-        self.arguments.begin("import_blocks")
+        arguments.begin(call)
         try:
             ids = self.block_list(blocks, &num_blocks)
-            view = self.take_rows(data, "data", num_blocks)
-            self.check_distinct(ids, num_blocks, ids + num_blocks)
-            self.bases.check_apart(self.arguments)
+            if task != KV_ZERO:
+                view = self.take_rows(rows, "out" if task == KV_EXPORT else "data", num_blocks)
+                self.bases.check_apart(arguments)
+            if task == KV_EXPORT:
+                arguments.check_output(view)
+            elif task == KV_IMPORT:
+                self.check_distinct(ids, num_blocks, ids + num_blocks)
             with nogil:
-                kv_import(self.layers, self.num_layers, ids, num_blocks, <const char*>view.buf, threads)
+                kv_blocks(task, self.layers, self.num_layers, ids, num_blocks,
+                          NULL if view == NULL else <char*>view.buf, threads)
         finally:
-            self.arguments.end()
+            arguments.end()
+        return 0
 
     # ------------------------------------------------------------------ checks
 

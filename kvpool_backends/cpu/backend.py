@@ -6,11 +6,11 @@ import mmap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
+from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
 from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
 from kvpool_backends.checks import (
     block_ids,
@@ -85,14 +85,8 @@ class MemoryReport(NamedTuple):
     scores_nbytes: int  # of that, the most that the scores of a call took: 0 but for "mass"
 
 
-class _OnStore(KVBackend, Protocol):
-    """A backend that `StoredBlocks` is a part of."""
-
-    def _idle_store(self) -> BlockStore: ...
-
-
 class StoredBlocks:
-    """What backends on a `BlockStore` do with whole blocks."""
+    """What backends on a `BlockStore` do with whole blocks; `KVBackend` documents each method."""
 
     store: BlockStore
 
@@ -100,30 +94,26 @@ class StoredBlocks:
         """Return the store when nothing that was called before is at work on it."""
         return self.store
 
-    def compact(self: _OnStore, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
-        """Move the tokens of one sequence that stay to the front of its blocks."""
+    def compact(self: Any, blocks: Sequence[int] | np.ndarray, keep: Sequence[int] | np.ndarray) -> None:
         ids, places = checked_keep(self, blocks, keep)
         self._idle_store().compact(ids, places.reshape(places.shape[0] * places.shape[1], places.shape[2]))
 
-    def zero(self: _OnStore, blocks: Sequence[int] | np.ndarray) -> None:
-        """Set every byte of these blocks to 0, in all layers and planes."""
+    def zero(self: Any, blocks: Sequence[int] | np.ndarray) -> None:
         self._idle_store().zero(block_ids(self, "zero", blocks))
 
-    def export_blocks(self: _OnStore, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
+    def export_blocks(self: Any, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = block_ids(self, "export_blocks", blocks)
         data = np.empty((ids.size, self.spec.block_nbytes), np.uint8)
         self._idle_store().export_blocks(ids, data)
         return data
 
-    def import_blocks(self: _OnStore, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
-        """Overwrite whole blocks, distinct ones, with rows of `export_blocks`."""
+    def import_blocks(self: Any, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
         ids, data = checked_import(self, blocks, data)
         self._idle_store().import_blocks(ids, np.ascontiguousarray(data))
 
 
 class CPUBackend(StoredBlocks):
-    """Paged KV storage and attention at the speed of memory. Implements `kvpool.protocol.KVBackend`.
+    """Paged KV storage and attention at the speed of memory. `kvpool.protocol.KVBackend` documents each method.
 
     Parameters
     ----------
@@ -184,11 +174,9 @@ class CPUBackend(StoredBlocks):
         return f"<CPUBackend of {self.spec.describe(self.num_blocks)}, {self.store.isa}>"
 
     def asarray(self, x: np.ndarray) -> np.ndarray:
-        """A float32 numpy array (a copy)."""
         return np.array(x, np.float32)
 
     def to_numpy(self, x: np.ndarray) -> np.ndarray:
-        """A result as float32 numpy (a copy)."""
         return np.array(x, np.float32)
 
     # ---------------------------------------------------------------------- one step
@@ -198,17 +186,22 @@ class CPUBackend(StoredBlocks):
         return plan
 
     def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each."""
         self.store.copy_blocks(getattr(plan, "copies", plan))
 
     def write(self, step: AnyPlan, layer: int, k: Any, v: Any) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
         self.store.write(layer, _tokens(k), _tokens(v), step.slot_mapping)
 
     def attend(
-        self, step: AnyPlan, layer: int, q: Any, scale: float | None = None, *,
-        options: AttentionOptions | None = None, return_attn: bool = False,
-        scores: str | None = None, scores_out: np.ndarray | None = None,
+        self,
+        step: AnyPlan,
+        layer: int,
+        q: Any,
+        scale: float | None = None,
+        *,
+        options: AttentionOptions | None = None,
+        return_attn: bool = False,
+        scores: str | None = None,
+        scores_out: np.ndarray | None = None,
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
         """Causal attention of ``q [T, Hq, D]`` over the paged context: float32 ``[T, Hq, Dv]``, a new array.
 
@@ -238,7 +231,6 @@ class CPUBackend(StoredBlocks):
         return out, scores_out[:rows, :, :longest]
 
     def read(self, step: AnyPlan, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """The contexts of the step, float32 K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
         check_layer(self, "read", layer)
         k, v = self._zeros(len(step.seq_lens), self.spec.num_kv_heads, int(np.max(step.seq_lens, initial=0)))
         gather_rows(self.store, step, layer, k, v)
@@ -249,7 +241,6 @@ class CPUBackend(StoredBlocks):
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of k ``[n, Hk, D]`` and v ``[n, Hk, Dv]``, the first `num_tokens` tokens of `blocks`, as float32."""
         ids, count = gathered(self, blocks, num_tokens)
         k, v = self._zeros(count, self.spec.num_kv_heads)
         self.store.gather(layer, ids, k, v)
@@ -279,11 +270,9 @@ class CPUBackend(StoredBlocks):
                 self.attend(step, 0, q, scores=scores)
 
     def queued(self, layer: int) -> tuple[()]:
-        """Nothing: every call has run when it returns."""
         return ()
 
     def settle(self) -> int:
-        """Nothing to wait for, and nothing moves."""
         return 0
 
     # ---------------------------------------------------------------------- internals

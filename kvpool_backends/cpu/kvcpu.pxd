@@ -72,14 +72,13 @@ cdef extern from "kvcpu.h" nogil:
                     int64_t num_kept, int num_threads)
     void kv_gather(const kv_isa* isa, const kv_layer* layer, const int64_t* blocks, int64_t num_tokens,
                    const kv_tokens* k, const kv_tokens* v, int num_threads)
-    void kv_zero(const kv_layer* layers, int64_t num_layers, const int64_t* blocks, int64_t num_blocks,
-                 int num_threads)
-    void kv_export(const kv_layer* layers, int64_t num_layers, const int64_t* blocks, int64_t num_blocks, char* data,
-                   int num_threads)
-    void kv_import(const kv_layer* layers, int64_t num_layers, const int64_t* blocks, int64_t num_blocks,
-                   const char* data, int num_threads)
-    float kv_read_sum(const kv_isa* isa, const char* const* ranges, const int64_t* nbytes, int64_t num_ranges,
-                      int num_threads)
+    ctypedef enum kv_task:
+        KV_ZERO
+        KV_EXPORT
+        KV_IMPORT
+    void kv_blocks(kv_task task, const kv_layer* layers, int64_t num_layers, const int64_t* blocks,
+                   int64_t num_blocks, char* data, int num_threads)
+    float kv_read_sum(const kv_isa* isa, const char* bytes, int64_t nbytes, int num_threads)
     int kv_cpus()
     int kv_isa_count()
     const kv_isa* kv_isa_at(int index)

@@ -40,7 +40,7 @@ _STORED: dict[str, np.dtype[Any]] = {
 }
 
 # Of keys, or of values: one array; or words, scales and biases.
-_Plane = np.ndarray | tuple[np.ndarray, ...]
+_Plane = tuple[np.ndarray, ...]
 
 
 class NumpyBackend:
@@ -82,11 +82,8 @@ class NumpyBackend:
         self.spec = spec
         # _planes[layer] = (k, v), or what is stored of them, each a strided view [num_blocks, block_size,
         # num_kv_heads, dim] of a base array.
-        if storage is not None:
-            storage = checked_rows("NumpyBackend", spec, self.num_blocks, storage)
-        elif spec.layout == "block":
-            storage = np.zeros((self.num_blocks, spec.block_nbytes), np.uint8)
-        self._planes = _allocate(spec, self.num_blocks) if storage is None else _planes_in_rows(spec, storage)
+        rows = None if storage is None else checked_rows("NumpyBackend", spec, self.num_blocks, storage)
+        self._planes = _views(spec, self.num_blocks, rows)
 
     def __repr__(self) -> str:
         return f"<NumpyBackend of {self.spec.describe(self.num_blocks)}>"
@@ -236,13 +233,12 @@ class NumpyBackend:
 
     def _layer(self, layer: int) -> tuple[_Plane, _Plane]:
         planes, num_k = self._planes[layer], 1 if self.spec.k_bits is None else 3
-        k, v = planes[:num_k], planes[num_k:]
-        return k[0] if len(k) == 1 else k, v[0] if len(v) == 1 else v
+        return planes[:num_k], planes[num_k:]
 
     def _context(self, plane: _Plane, table: np.ndarray, num_tokens: int) -> np.ndarray:
         """float64 ``[num_tokens, Hk, dim]`` of the blocks in `table`, and nothing behind these tokens."""
         ids = table[: -(-num_tokens // self.spec.block_size)]
-        stored = [part[ids].reshape(-1, *part.shape[2:])[:num_tokens] for part in _parts(plane)]
+        stored = [part[ids].reshape(-1, *part.shape[2:])[:num_tokens] for part in plane]
         if len(stored) == 1:
             return self._as_floats(stored[0]).astype(np.float64)
         words, scales, biases = stored
@@ -264,7 +260,6 @@ class NumpyBackend:
         return [words, self._to_stored(name, scales), self._to_stored(name, biases)]
 
     def _to_stored(self, name: str, x: np.ndarray) -> np.ndarray:
-        """`x` in the dtype of the storage, rounded to nearest even."""
         if self.spec.dtype == "bfloat16":
             if x.dtype == np.uint16:
                 return x
@@ -278,41 +273,25 @@ class NumpyBackend:
         raise TypeError(f"[write] {name} must be a float array, got {x.dtype}")
 
 
-def _allocate(spec: KVSpec, num_blocks: int) -> list[tuple[np.ndarray, ...]]:
-    """Zeroed base arrays and, per layer, the strided view of each plane."""
+def _views(spec: KVSpec, num_blocks: int, rows: np.ndarray | None) -> list[tuple[np.ndarray, ...]]:
+    """Per layer the strided view of each plane: in base arrays of zeros, or in `rows` of layout "block"."""
     bases: dict[tuple[str, int], np.ndarray] = {}
     layers = []
     for layer in range(spec.num_layers):
         planes = []
         for stored in spec.stored_planes:
             layout, dtype = spec.plane_layout(stored.name, num_blocks), _STORED[stored.dtype]
-            key = (layout.array, layer if layout.per_layer else 0)
+            key, size = (layout.array, layer if layout.per_layer else 0), dtype.itemsize
             if key not in bases:
-                bases[key] = np.zeros(layout.shape, dtype)
-            base = bases[key].reshape(-1)[layout.offset + layer * layout.layer_stride :]
-            strides = (layout.block_stride, layout.slot_stride, layout.head_stride, 1)
+                nbytes = prod(layout.shape) * (1 if spec.layout == "block" else size)
+                bases[key] = np.zeros(nbytes, np.uint8) if rows is None else rows[0]
+            begin = (layout.offset + layer * layout.layer_stride) * size
+            block = layout.block_stride * size if rows is None else rows.strides[0]
+            strides = (block, layout.slot_stride * size, layout.head_stride * size, size)
             shape = (num_blocks, spec.block_size, spec.num_kv_heads, stored.dim)
-            planes.append(as_strided(base, shape, [stride * dtype.itemsize for stride in strides]))
+            planes.append(as_strided(bases[key][begin : begin + size].view(dtype), shape, strides))
         layers.append(tuple(planes))
     return layers
-
-
-def _planes_in_rows(spec: KVSpec, rows: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-    """Per layer the strided view of each plane in ``rows [num_blocks, block_nbytes]``, bytes in the export's order."""
-    layers, begin = [], 0
-    for _ in range(spec.num_layers):
-        planes = []
-        for stored in spec.stored_planes:
-            shape = (spec.block_size, spec.num_kv_heads, stored.dim)
-            end = begin + prod(shape) * stored.itemsize_nbytes
-            planes.append(rows[:, begin:end].view(_STORED[stored.dtype]).reshape(len(rows), *shape))
-            begin = end
-        layers.append(tuple(planes))
-    return layers
-
-
-def _parts(plane: _Plane) -> tuple[np.ndarray, ...]:
-    return plane if isinstance(plane, tuple) else (plane,)
 
 
 def _bias(options: AttentionOptions, token: int, position: int, visible: slice) -> np.ndarray:

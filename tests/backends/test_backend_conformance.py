@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.protocol import FEATURES, Capabilities
-from kvpool.testing import conformance, conformance_attention, conformance_groups, conformance_storage
+from kvpool.testing import conformance, conformance_attention, conformance_storage
 from kvpool_backends.numpy import NumpyBackend
 
 QUANTIZED = {case.__name__ for case in conformance_storage.QUANTIZED_CASES} - {"other_bits_and_groups_are_refused"}
@@ -93,35 +93,3 @@ def test_backend_with_one_feature_is_asked_for_that_one_alone(feature):
     }
     expected = set().union(*(names for name, names in others.items() if name != feature))
     assert left_out == expected | {"alibi_distance_starts_at_the_query", "features_work_together"}
-
-
-@pytest.mark.parametrize(
-    ("cases", "capabilities", "passed"),
-    [
-        (conformance_attention.FEATURE_CASES, PLAIN, {"options_that_cannot_be_served_are_refused"}),
-        (conformance_attention.SCORE_CASES, PLAIN, {"scores_that_cannot_be_served_are_refused"}),
-    ],
-    ids=["features", "scores"],
-)
-def test_backend_without_a_capability_refuses_it(cases, capabilities, passed):
-    assert outcome(capabilities, cases)[0] == passed
-
-
-def test_backend_without_options_and_layout_block_holds_full_groups_and_states():
-    plain = replace(NumpyBackend.capabilities, layouts=("NHD",), features=())
-    assert outcome(plain, conformance_groups.GROUP_CASES)[1] == {
-        "shapes_in_one_arena_equal_dense_attention",
-        "layers_of_one_group_may_differ",
-        "given_rows_are_used_and_nothing_between_them",
-        "gaps_in_tables_are_not_read",
-    }
-
-
-def test_finding_names_the_misuse():
-    class AcceptsAnyGather(NumpyBackend):
-        def gather(self, layer, blocks, num_tokens=None):
-            return super().gather(layer, [1], 1)
-
-    case = {case.__name__: case for case in conformance.CASES}["misuse_is_refused_before_a_byte_changes"]
-    with pytest.raises(AssertionError, match=r"backend\.gather\(0, \[-1\]\) was accepted, IndexError is documented"):
-        case(AcceptsAnyGather)

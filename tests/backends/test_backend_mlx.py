@@ -165,12 +165,6 @@ def test_arguments_that_the_kit_does_not_try_are_refused_before_a_byte_changes(m
     assert np.array_equal(backend.export_blocks(range(4)), before)
 
 
-def test_bad_construction_is_refused():
-    refuse(ValueError, "MLXBackend", plain, KVSpec(1, 1, 8, layout="HND"), 4)
-    refuse(ValueError, "MLXBackend", MLXBackend, SPEC, 0)
-    refuse(TypeError, "MLXBackend", MLXBackend, SPEC, True)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sinks_larger_than_the_type_of_the_queries_stay_finite(make, dtype):
     """MLX's own attention takes sinks in the type of the queries, and infinite ones give NaN."""

@@ -19,33 +19,13 @@ def slots(*numbers):
 # ---------------------------------------------------------------------- bfloat16
 
 
-@pytest.mark.parametrize(
-    ("value", "bits"),
-    [
-        (1.0, 0x3F80),
-        (-2.0, 0xC000),
-        (0.0, 0x0000),
-        (-0.0, 0x8000),
-        (np.inf, 0x7F80),
-        (-np.inf, 0xFF80),
-        (1 + 2.0**-8, 0x3F80),  # a tie, down to the even neighbour
-        (1 + 3 * 2.0**-8, 0x3F82),  # a tie, up to the even neighbour
-        (1 + 2.0**-8 + 2.0**-20, 0x3F81),  # just above the tie
-        (3.4e38, 0x7F80),  # above the largest bfloat16 by more than half a place
-        (3.3895314e38, 0x7F7F),  # the largest one
-        (9.1835e-41, 0x0001),  # the smallest subnormal
-        (1e300, 0x7F80),  # a float64 beyond float32
-    ],
-)
-def test_to_bfloat16_of_a_known_value_has_the_known_bits(value, bits):
-    assert to_bfloat16(np.array([value]))[0] == bits
-
-
 def test_to_bfloat16_rounds_random_bits_like_the_oracle():
     bits = np.random.default_rng(SEED).integers(0, 2**32, 200_000, dtype=np.uint32)
+    bits[:50_000] &= 0xFFFF_8000  # ties, and what is exact
     with np.errstate(invalid="ignore"):
         x = bits.view(np.float32)
         assert np.array_equal(from_bfloat16(to_bfloat16(x)), round_to(x, "bfloat16"), equal_nan=True)
+    assert to_bfloat16(np.array([1e300, -0.0, 3.3895314e38])).tolist() == [0x7F80, 0x8000, 0x7F7F]
 
 
 def test_bfloat16_round_trips_all_patterns_and_keeps_nan():
@@ -85,15 +65,6 @@ def test_results_own_their_memory():
 
 
 # ---------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "error"),
-    [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError), ("2", TypeError)],
-)
-def test_backend_with_a_bad_number_of_blocks_is_refused(num_blocks, error):
-    with pytest.raises(error, match=r"\[NumpyBackend\] num_blocks"):
-        NumpyBackend(KVSpec(1, 1, 4), num_blocks)
 
 
 def call(name, *args):

@@ -108,13 +108,6 @@ def test_engine_rolls_back_whatever_call_fails_and_steps_again(is_late):
     assert {"asarray", "to_numpy", "write", "attend", "copy_blocks"} <= set(+Failing.failed)
 
 
-def test_engine_that_goes_on_without_a_rollback_is_detected(monkeypatch):
-    """The step is taken for done: its tokens are in the pool twice, or not at all."""
-    monkeypatch.setattr(RandomEngine, "_roll_back", lambda engine: engine.pool.done(engine.plan))
-    with pytest.raises(AssertionError):
-        run_engine(run_engine(0)[2] // 2)
-
-
 class Evicting:
     """Two rows of 13 tokens, one a fork of the other, that are to keep 9 of them."""
 

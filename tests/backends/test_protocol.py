@@ -5,7 +5,6 @@ import pytest
 
 from kvpool.config import KVSpec
 from kvpool.protocol import FEATURES, AttentionOptions, Capabilities, KVBackend
-from kvpool_backends.checks import checked_options
 from kvpool_backends.numpy import NumpyBackend
 
 SPEC = KVSpec(2, 2, 8, "float32", 4)
@@ -65,14 +64,6 @@ def test_options_do_not_copy_a_mask_that_has_the_form(dtype):
     assert AttentionOptions(mask=mask).mask is mask
 
 
-def test_options_take_objects_with_an_array_method():
-    class Tensor:
-        def __array__(self, dtype=None, copy=None):
-            return np.array([1.0, 2.0], dtype)
-
-    assert AttentionOptions(sinks=Tensor(), alibi_slopes=[0.5, 0.25]).sinks.tolist() == [1, 2]
-
-
 def test_options_are_frozen_and_compare_by_identity():
     options = AttentionOptions(sinks=np.ones(2))
     with pytest.raises(AttributeError):
@@ -108,46 +99,6 @@ def test_options_are_frozen_and_compare_by_identity():
 def test_options_that_make_no_sense_are_refused(name, value, error):
     with pytest.raises(error, match=rf"^\[AttentionOptions\] {name} "):
         AttentionOptions(**{name: value})
-
-
-def test_capabilities_say_which_features_they_lack():
-    some = Capabilities("some", ("NHD",), ("float16",), features=("window", "mask"))
-    options = AttentionOptions(window=3, soft_cap=2.0, sinks=np.ones(2), mask=np.ones((1, 1), bool))
-    assert some.lacks(options) == ("soft_cap", "sinks")
-    assert some.lacks(AttentionOptions(window=3)) == some.lacks(None) == ()
-    assert not Capabilities("none", ("NHD",), ("float16",)).batch_invariant
-
-
-CAN = Capabilities("most", ("NHD",), ("float16",), features=("window", "sinks", "mask"))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        AttentionOptions(window=1, sinks=np.ones(4), mask=np.ones((3, 9))),
-        AttentionOptions(mask=np.ones((3, 1, 12), bool)),
-        AttentionOptions(mask=np.ones((3, 4, 9), bool)),
-    ],
-)
-def test_checked_options_are_the_ones_given(options):
-    assert checked_options(options, CAN, 3, 4, 9) is options
-    assert checked_options(None, CAN, 3, 4, 9).features == ()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"window": 1}, TypeError, "must be an AttentionOptions, got dict"),
-        (AttentionOptions(soft_cap=1.0, window=2), ValueError, "backend 'most' has no soft_cap"),
-        (AttentionOptions(sinks=np.ones(2)), ValueError, "sinks has 2 heads, q has 4"),
-        (AttentionOptions(mask=np.ones((2, 9))), ValueError, r"mask has shape \[2, 9\], it must be \[3, C'\]"),
-        (AttentionOptions(mask=np.ones((3, 8))), ValueError, "C' >= 9"),
-        (AttentionOptions(mask=np.ones((3, 2, 9))), ValueError, r"\[3, 1 or 4, C'\]"),
-    ],
-)
-def test_options_that_do_not_fit_the_call_are_refused(options, error, words):
-    with pytest.raises(error, match=rf"^\[attend\] .*{words}"):
-        checked_options(options, CAN, 3, 4, 9)
 
 
 def test_plan_arrays_are_read_from_any_object():

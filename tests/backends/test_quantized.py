@@ -83,6 +83,7 @@ def test_bytes_of_a_quantized_token_are_those_of_its_format():
         ({"k_bits": 8, "quant_group_size": 128}, ValueError, "head_dim is 64, not a multiple of quant_group_size 128"),
         ({"v_bits": 8, "v_head_dim": 96}, ValueError, "v_head_dim is 96, not a multiple of quant_group_size 64"),
         ({"k_bits": 8, "layout": "interleaved"}, ValueError, "needs equal bits"),
+        ({"k_bits": 8, "dtype": "float8_e4m3"}, ValueError, "dtype 'float8_e4m3' has too few digits for the scales"),
     ],
 )
 def test_specs_that_cannot_be_quantized_are_refused(wrong, error, message):

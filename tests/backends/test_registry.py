@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 
 import kvpool_backends
-from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool_backends import available, load_backend
 from kvpool_backends.numpy import NumpyBackend
@@ -30,11 +29,6 @@ def declare(monkeypatch):
     return declare
 
 
-def test_load_backend_by_name_returns_a_factory():
-    backend = load_backend("numpy")(KVSpec(1, 1, 8), 4)
-    assert isinstance(backend, NumpyBackend) and backend.num_blocks == 4
-
-
 def test_load_backend_without_a_name_is_the_fast_one_that_is_there(monkeypatch):
     assert load_backend() is load_backend("cpu")
     monkeypatch.setitem(sys.modules, "kvpool_backends.cpu", None)  # makes the import fail
@@ -53,15 +47,11 @@ def test_load_backend_follows_the_environment(monkeypatch, declare):
     assert load_backend() is load_backend("cpu")
 
 
-def test_load_backend_missing_framework_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvpool_backends.mlx", None)  # makes the import fail
-    with pytest.raises(BackendUnavailable, match=r"pip install 'kvpool\[mlx\]'") as caught:
-        load_backend("mlx")
-    assert isinstance(caught.value.__cause__, ImportError)
-    assert isinstance(caught.value, ImportError)
-
-
-def test_load_backend_that_fails_while_importing_keeps_the_cause(declare, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "cause", "said"),
+    [("mlx", ImportError, r"pip install 'kvpool\[mlx\]'"), ("half", OSError, r"libhalf\.so: cannot open")],
+)
+def test_backend_that_cannot_be_imported_says_what_helps_and_keeps_the_cause(declare, monkeypatch, name, cause, said):
     module = ModuleType("half_installed")
 
     def broken(name):
@@ -69,10 +59,12 @@ def test_load_backend_that_fails_while_importing_keeps_the_cause(declare, monkey
 
     module.__getattr__ = broken
     monkeypatch.setitem(sys.modules, "half_installed", module)
+    monkeypatch.setitem(sys.modules, "kvpool_backends.mlx", None)  # makes the import fail
     declare(half="half_installed:Backend")
-    with pytest.raises(BackendUnavailable, match=r"libhalf\.so") as caught:
-        load_backend("half")
-    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(BackendUnavailable, match=said) as caught:
+        load_backend(name)
+    assert isinstance(caught.value.__cause__, cause)
+    assert available() == ("cpu", "numpy")
 
 
 def test_entry_point_backends_are_found_and_take_over_no_built_in_name(declare):
@@ -87,12 +79,6 @@ def test_known_names_every_backend_and_imports_none(declare, monkeypatch):
     assert set(kvpool_backends.known()) == {"broken", "cpu", "mlx", "numpy"}
     factory, remedy = kvpool_backends.known()["numpy"]
     assert factory == "kvpool_backends.numpy:NumpyBackend" and "pip install" in remedy
-
-
-def test_available_leaves_out_what_cannot_be_imported(declare, monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvpool_backends.mlx", None)
-    declare(broken="no_such_module_at_all:Backend")
-    assert available() == ("cpu", "numpy")
 
 
 @pytest.mark.parametrize(

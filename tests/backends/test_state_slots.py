@@ -52,10 +52,10 @@ def test_state_slots_hold_what_a_dict_of_bytes_holds(xp, seed):
 
 
 REFUSED = [
-    (lambda s, x: s.read([NUM_SLOTS]), IndexError, r"\[read\] slot 7 does not exist, the limit is 7"),
-    (lambda s, x: s.read([-2]), IndexError, r"\[read\] slot -2 does not exist"),
-    (lambda s, x: s.zero([-1]), IndexError, r"\[zero\] slot -1 does not exist"),
-    (lambda s, x: s.zero([0.5]), TypeError, r"\[zero\] slots must be integers, got float64"),
+    (lambda s, x: s.read([NUM_SLOTS]), IndexError, r"\[read\] slot 7 is outside the group, the limit is 7"),
+    (lambda s, x: s.read([-2]), IndexError, r"\[read\] slot -2 is outside the group"),
+    (lambda s, x: s.zero([-1]), IndexError, r"\[zero\] slot -1 is outside the group"),
+    (lambda s, x: s.zero([0.5]), TypeError, r"\[zero\] slot ids must be integers, got float64"),
     (lambda s, x: s.zero([[1]]), ValueError, r"\[zero\] slots must have shape \[n\], got \[1, 1\]"),
     (lambda s, x: s.copy([1, 2], [3, 3]), ValueError, r"\[copy\] a slot is named twice in \[3, 3\]"),
     (lambda s, x: s.copy([1, 2], [3]), ValueError, r"\[copy\] there are 2 src and 1 dst"),
@@ -67,7 +67,7 @@ REFUSED = [
     (lambda s, x: s.import_slots([1], np.zeros((1, 69), np.int8)), TypeError, r"\[import_slots\] data must be uint8"),
     (lambda s, x: s.import_slots([1], np.zeros((1, 2), np.uint8)), ValueError, r"must have shape \[1, 69\], got"),
     (lambda s, x: s.import_slots([1, 1], np.zeros((2, 69), np.uint8)), ValueError, r"\[import_slots\] a slot is named"),
-    (lambda s, x: s.export_slots([9]), IndexError, r"\[export_slots\] slot 9 does not exist"),
+    (lambda s, x: s.export_slots([9]), IndexError, r"\[export_slots\] slot 9 is outside the group"),
 ]
 
 

@@ -92,10 +92,18 @@ def test_decode_rounds_results_to_nearest(isa: str, out_dtype: str) -> None:
     assert np.array_equal(rounded, round_to(exact, out_dtype))
 
 
+def scored(pool: Pool, kind: str, q: np.ndarray, tables: list[np.ndarray], lens: list[int], queries: list[int],
+           options: AttentionOptions) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Results and scores ``[B, Hk, C]``."""
+    scores = np.full((len(lens), pool.spec.num_kv_heads, max(lens)), 7, np.float32)
+    return pool.attend(q, tables, lens, queries, options=options, scores=kind, scores_out=scores), scores
+
+
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["raw", "mass"])
 @pytest.mark.parametrize("features", ["none", "all"])
-def test_row_gets_the_same_bits_alone_and_in_any_batch(isa: str, features: str) -> None:
-    """In whatever place and blocks, on one thread or more."""
+def test_row_gets_the_same_bits_alone_and_in_any_batch(isa: str, features: str, kind: str) -> None:
+    """Results and scores, in whatever place and blocks, on one thread or more; results without scores, too."""
     rng = np.random.default_rng(SEED)
     spec, lens, queries = KVSpec(1, 2, 48, "bfloat16", 16), [330, 1, 513, 1600, 700, 130], [200, 1, 1, 3, 8, 130]
     sizes = zip(lens, queries, strict=True)
@@ -107,17 +115,22 @@ def test_row_gets_the_same_bits_alone_and_in_any_batch(isa: str, features: str) 
         others = {name: getattr(whole, name) for name in whole.features if name != "mask"}
         return AttentionOptions(**others, mask=mask)
 
-    alone = []
+    alone, scores = [], []
     for (k, v, q), n, m, mask in zip(rows, lens, queries, masks, strict=True):
         pool = Pool(spec, isa, num_threads=1)
-        alone.append(pool.attend(q, [pool.add(k, v)], [n], [m], options=with_mask(mask)))
+        tables = [pool.add(k, v)]
+        alone.append(pool.attend(q, tables, [n], [m], options=with_mask(mask)))
+        one, seen = scored(pool, kind, q, tables, [n], [m], with_mask(mask))
+        scores.append(np.pad(seen[0], [(0, 0), (0, max(lens) - n)]))
+        np.testing.assert_array_equal(one, alone[-1])
     for order, threads in (([0, 1, 2, 3, 4, 5], 1), ([5, 4, 2, 0, 3, 1], 2), ([3, 1, 0, 5, 2, 4], 3)):
         pool = Pool(spec, isa, num_threads=threads)
         tables = [pool.add(*rows[i][:2]) for i in order]
         options = with_mask(None if whole.mask is None else np.concatenate([masks[i] for i in order]))
         q = np.concatenate([rows[i][2] for i in order])
-        together = pool.attend(q, tables, [lens[i] for i in order], [queries[i] for i in order], options=options)
+        together, seen = scored(pool, kind, q, tables, [lens[i] for i in order], [queries[i] for i in order], options)
         np.testing.assert_array_equal(together, np.concatenate([alone[i] for i in order]))
+        np.testing.assert_array_equal(seen, [scores[i] for i in order])
 
 
 @pytest.mark.parametrize("isa", ISAS)

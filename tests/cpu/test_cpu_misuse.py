@@ -1,4 +1,7 @@
-"""Every wrong argument of `BlockStore`: which exception, that it names the call, and that no byte changed."""
+"""Every wrong argument of `BlockStore`: which exception, that it names the call, and that no byte changed.
+
+The legal arguments of `Given` are changed one by one: by rules that hold for every array, and by values of their own.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -9,11 +12,12 @@ import numpy as np
 import pytest
 
 from kvpool.config import KVSpec
-from kvpool_backends.cpu import BlockStore, CPUBackend, base_shapes, read_sum, set_num_threads
+from kvpool.protocol import AttentionOptions
+from kvpool_backends.cpu import BlockStore, CPUBackend, base_shapes, num_threads, read_sum, set_num_threads
 
 HEADS, DIM, V_DIM, SIZE, BLOCKS, LAYERS = 2, 8, 4, 4, 6, 2
 SPEC = KVSpec(LAYERS, HEADS, DIM, "float32", SIZE, V_DIM)
-OPTIONS = {"window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None, "mask": None}
+OUTPUTS = ("out", "scores_out", "k_out", "v_out")
 
 
 def ones(*shape, dtype=np.float32):
@@ -40,8 +44,7 @@ def misaligned(*shape, dtype=np.float32):
 
 def odd_stride(*shape, dtype=np.float32):
     """Elements that are no whole number of elements apart, as fields of a record are."""
-    record = np.zeros(shape, np.dtype([("x", dtype), ("y", np.uint8)]))
-    return record["x"]
+    return np.zeros(shape, np.dtype([("x", dtype), ("y", np.uint8)]))["x"]
 
 
 class NoBuffer:
@@ -79,120 +82,84 @@ class Given:
                 "k_out": np.full((5, HEADS, DIM), 7, np.float32),
                 "v_out": np.full((5, HEADS, V_DIM), 7, np.float32),
             },
+            "compact": {"blocks": ints(1, 3), "keep": np.tile([1, 2, 6], (LAYERS * HEADS, 1))},
             "zero": {"blocks": ints(1, 3)},
             "export_blocks": {"blocks": ints(1, 3), "out": np.full((2, SPEC.block_nbytes), 7, np.uint8)},
             "import_blocks": {"blocks": ints(1, 3), "data": np.zeros((2, SPEC.block_nbytes), np.uint8)},
         }
 
 
-FLOATS = [
-    (NoBuffer(), TypeError),
-    (None, TypeError),
-    ([[[1.0]]], TypeError),
-    (b"bytes", ValueError),
-    (ones(3, 4, DIM, dtype=np.float64), TypeError),
-    (ones(3, 4, DIM, dtype=np.int16), TypeError),
-    (ones(3, 4, DIM).astype(">f4"), TypeError),
-    (ones(3, 4, DIM).astype(object), TypeError),
-    (ones(DIM), ValueError),
-    (ones(1, 3, 4, DIM), ValueError),
-    (misaligned(3, 4, DIM), ValueError),
-    (odd_stride(3, 4, DIM), ValueError),
-]
-INTEGERS = [
-    (None, TypeError),
-    (1, TypeError),
-    ([1, 2], TypeError),
-    (ones(3), TypeError),
-    (ones(3, dtype=np.uint32), TypeError),
-    (ones(3, dtype=bool), TypeError),
-    (ones(3, dtype=">i4"), TypeError),
-    (np.array([1, 2, 3], object), TypeError),
-    (misaligned(3, dtype=np.int32), ValueError),
-    (odd_stride(3, dtype=np.int32), ValueError),
-    (np.int32(3), ValueError),
-]
-LAYERS_REFUSED = [
-    *[(layer, IndexError) for layer in (-1, LAYERS, 2**31, 2**63, 2**200, -(2**63), np.int64(LAYERS))],
-    *[(layer, TypeError) for layer in (True, 0.0, "0", None, [0], np.float32(0))],
-]
-SHAPES = {
-    "k": [(2, HEADS, DIM), (4, HEADS, DIM), (3, HEADS + 1, DIM), (3, HEADS, DIM - 1), (3, 1, DIM), (0, HEADS, DIM)],
-    "v": [(2, HEADS, V_DIM), (3, HEADS, DIM), (3, HEADS - 1, V_DIM), (3, V_DIM, HEADS), (0, 0, 0)],
-    "q": [(3, 4, DIM + 1), (3, 3, DIM), (3, 0, DIM), (3, 1, DIM), (4, 4, DIM), (2, 4, DIM), (3, 4, 0)],
-    "out": [(3, 4, DIM), (2, 4, V_DIM), (3, 2, V_DIM), (3, 8, V_DIM), (0, 4, V_DIM), (3, V_DIM, 4, 1)],
-    "k_out": [(5, HEADS, V_DIM), (9, HEADS, DIM), (4, HEADS, DIM), (5, HEADS + 1, DIM), (5, HEADS * DIM)],
-    "v_out": [(5, HEADS, DIM), (4, HEADS, V_DIM), (6, HEADS, V_DIM), (5, 1, V_DIM)],
+WRONG_TYPES = {
+    "f": (np.float64, np.int16, ">f4", object),
+    "i": (np.float32, np.uint32, bool, ">i4", object),
+    "u": (np.int8, bool, np.uint16, np.float32, np.int32),
+}
+#: What may be larger (1) or smaller (-1) than in `Given`: (argument, axis, by how much).
+FREE = {
+    *(("block_tables", 0, 1), ("block_tables", 1, 1)),
+    *(("scores_out", 0, 1), ("scores_out", 2, 1)),
+    *(("blocks", 0, 1), ("blocks", 0, -1), ("keep", 1, 1), ("keep", 1, -1), ("copies", 0, 1), ("copies", 0, -1)),
 }
 
 
 def cases():
     """(call, argument, value, exception)"""
-    floats = {"write": "kv", "attend": ["q", "out"], "gather": ["k_out", "v_out"]}
-    integers = {
-        "write": ["slots"],
-        "attend": ["block_tables", "seq_lens", "cu_q_lens"],
-        "copy_blocks": ["copies"],
-        "gather": ["blocks"],
-        "zero": ["blocks"],
-        "export_blocks": ["blocks"],
-        "import_blocks": ["blocks"],
-    }
-    for call in ("write", "attend", "gather"):
-        yield from ((call, "layer", value, error) for value, error in LAYERS_REFUSED)
-    for call, names in floats.items():
-        for name in names:
-            yield from ((call, name, value, error) for value, error in FLOATS)
-            yield from ((call, name, ones(*shape), ValueError) for shape in SHAPES[name])
-    for call, names in integers.items():
-        for name in names:
-            dims = 2 if name in ("block_tables", "copies") else 1
-            for value, error in INTEGERS:
-                wrong_type = error is TypeError and isinstance(value, np.ndarray) and dims == 2
-                yield call, name, value[None] if wrong_type else value, error
-    yield from block_cases()
+    for call, arguments in Given().arguments.items():
+        for name, value in arguments.items():
+            if isinstance(value, np.ndarray):
+                yield from ((call, name, wrong, error) for wrong, error in array_cases(name, value))
+            elif name == "layer":
+                yield from ((call, name, layer, IndexError) for layer in (-1, LAYERS, 2**31, 2**63, 2**200, -(2**63)))
+                yield from ((call, name, layer, TypeError) for layer in (True, 0.0, "0", None, [0], np.float32(0)))
+    yield from id_cases()
     yield from value_cases()
     yield from option_cases()
     yield from score_cases()
 
 
-def block_cases():
-    """Ids outside the pool, in every call that takes them."""
-    for call in ("zero", "gather", "export_blocks", "import_blocks"):
-        for bad in (-1, BLOCKS, 2**31 - 1, -(2**31)):
-            yield call, "blocks", ints(1, bad), IndexError
-            yield call, "blocks", ints(bad, 1), IndexError
-        for bad in (2**32 + 1, 2**63 - 1, -(2**63)):
+def array_cases(name, value):
+    """What is wrong in the place of any array."""
+    for wrong in (NoBuffer(), None, [[[1.0]]], 1):
+        yield wrong, ValueError if name == "scores_out" and wrong is None else TypeError
+    for dtype in WRONG_TYPES[value.dtype.kind]:
+        yield value.astype(dtype), TypeError
+    yield b"bytes", (TypeError, ValueError)
+    yield value[None], ValueError
+    yield value.ravel()[0], ValueError
+    for axis, size in enumerate(value.shape):
+        for more in (1, -1):
+            if (name, axis, more) not in FREE:
+                yield np.zeros((*value.shape[:axis], size + more, *value.shape[axis + 1 :]), value.dtype), ValueError
+    if value.itemsize > 1:
+        yield misaligned(*value.shape, dtype=value.dtype), ValueError
+        yield odd_stride(*value.shape, dtype=value.dtype), ValueError
+    elif value.ndim == 2:
+        yield np.zeros((len(value), 2 * value.shape[1]), np.uint8)[:, ::2], ValueError
+        yield np.zeros((2 * len(value), value.shape[1]), np.uint8)[::2], ValueError
+    if name in OUTPUTS:
+        yield read_only(np.zeros(value.shape, value.dtype)), ValueError
+    if name in OUTPUTS and value.itemsize > 1:
+        for strides in ((0, 64, 4), (128, 0, 4), (128, 64, 0), (128, 4, 4), (12, 64, 4)):  # elements that overlap
+            yield np.lib.stride_tricks.as_strided(np.zeros(999, np.float32), value.shape, strides), ValueError
+
+
+def id_cases():
+    """Ids outside the pool, in every call that takes them, and lists that do not fit."""
+    for call in ("zero", "gather", "compact", "export_blocks", "import_blocks"):
+        for bad in (-1, BLOCKS, 2**31 - 1, -(2**31), 2**32 + 1, 2**63 - 1, -(2**63)):
+            yield call, "blocks", np.array([1, bad]), IndexError
             yield call, "blocks", np.array([bad, 1]), IndexError
-        yield call, "blocks", ints([1], [3]), ValueError
+    for call in ("gather", "export_blocks", "import_blocks"):
+        yield call, "blocks", ints(1), ValueError  # of a gather: 4 tokens where 5 are wanted
     for call in ("export_blocks", "import_blocks"):
-        yield call, "blocks", ints(1), ValueError  # one id, two rows
         yield call, "blocks", ints(1, 3, 5), ValueError
-    yield "gather", "blocks", ints(1), ValueError  # 4 tokens where 5 are wanted
-    yield "gather", "blocks", ints(), ValueError
-    yield "import_blocks", "blocks", ints(3, 3), ValueError
-    for name, call in (("out", "export_blocks"), ("data", "import_blocks")):
-        n = SPEC.block_nbytes
-        for shape in ((2, n - 1), (2, n + 1), (1, n), (3, n), (2 * n,), (2, n, 1), (n, 2)):
-            yield call, name, np.zeros(shape, np.uint8), ValueError
-        for dtype in (np.int8, bool, np.uint16, np.float32, np.int32):
-            yield call, name, np.zeros((2, n), dtype), TypeError
-        yield call, name, np.zeros((2, 2 * n), np.uint8)[:, ::2], ValueError
-        yield call, name, np.zeros((4, n), np.uint8)[::2], ValueError
-        yield call, name, None, TypeError
-    for name, call in (("out", "export_blocks"), ("out", "attend"), ("k_out", "gather"), ("v_out", "gather")):
-        shape = Given().arguments[call][name].shape
-        dtype = np.uint8 if call == "export_blocks" else np.float32
-        yield call, name, read_only(np.zeros(shape, dtype)), ValueError
-        yield call, name, bytes(8), (TypeError, ValueError)
-    for call, name in (("attend", "out"), ("gather", "k_out"), ("gather", "v_out")):
-        shape = Given().arguments[call][name].shape
-        strides = np.lib.stride_tricks.as_strided
-        for steps in ((0, 64, 4), (128, 0, 4), (128, 64, 0), (128, 4, 4), (12, 64, 4)):
-            yield call, name, strides(np.zeros(999, np.float32), shape, steps), ValueError
-    for dtype in (np.float16, np.uint16):
-        yield "gather", "k_out", np.zeros((5, HEADS, DIM), dtype), TypeError
-        yield "gather", "v_out", np.zeros((5, HEADS, V_DIM), dtype), TypeError
+    for call in ("compact", "import_blocks"):
+        yield call, "blocks", ints(3, 3), ValueError
+    for places in ([3, 3], [3, 2], [0, 2 * SIZE], [-1, 2], [2**40]):
+        yield "compact", "keep", np.tile(places, (LAYERS * HEADS, 1)), ValueError
+    for name, shape in (("k_out", (5, HEADS, DIM)), ("v_out", (5, HEADS, V_DIM))):
+        for dtype in (np.float16, np.uint16):
+            yield "gather", name, np.zeros(shape, dtype), TypeError
     for src, dst, n, error in (
         (BLOCKS, 1, 1, IndexError), (1, BLOCKS, 1, IndexError), (-1, 1, 1, IndexError), (1, -1, 1, IndexError),
         (2**31 - 1, 1, 1, IndexError), (1, 2, 0, ValueError), (1, 2, -1, ValueError), (1, 2, SIZE + 1, ValueError),
@@ -200,17 +167,12 @@ def block_cases():
     ):  # fmt: skip
         yield "copy_blocks", "copies", ints([3, 0, 1], [src, dst, n]), error
         yield "copy_blocks", "copies", np.array([[3, 0, 1], [src, dst, n]]), error
-    for shape in ((2, 2), (2, 4), (6,), (2, 3, 1), (3, 0)):
-        yield "copy_blocks", "copies", ones(*shape, dtype=np.int32), ValueError
 
 
 def value_cases():
     limit = BLOCKS * SIZE
-    for bad in (limit, limit + 1, 2**31 - 1):
-        yield "write", "slots", ints(1, bad, 2), IndexError
-    yield "write", "slots", np.array([1, 2, 2**63 - 1]), IndexError
-    for slots in (ints(1, 2), ints(1, 2, 3, 4), ints([1], [2], [3])):
-        yield "write", "slots", slots, ValueError
+    for bad in (limit, limit + 1, 2**31 - 1, 2**63 - 1):
+        yield "write", "slots", np.array([1, bad, 2]), IndexError
     for bad in (-1, BLOCKS, 2**31 - 1, -(2**31)):
         for row, column, dtype in ((0, 0, np.int32), (0, 1, np.int64), (1, 0, np.int64), (1, 2, np.int32)):
             tables = ints([1, 2, -1], [3, 4, 5]).astype(dtype)
@@ -218,14 +180,10 @@ def value_cases():
             yield "attend", "block_tables", tables, IndexError
     for bad in (2**32 + 1, -(2**63), 2**63 - 1):
         yield "attend", "block_tables", np.array([[1, 2, -1], [3, 4, bad]]), IndexError
-    for tables in (ints([1, 2, 3]), ints([1], [2]), ints([1, 2], [3, 4]), np.zeros((2, 0), np.int32), ints(1, 2)):
-        yield "attend", "block_tables", tables, ValueError
-    for lens in ((1, 9), (5, 0), (5, -1), (-5, 9), (13, 9), (5, 13), (5, 2**31 - 1), (5,), (5, 9, 9)):
-        yield "attend", "seq_lens", ints(*lens), ValueError
-    yield "attend", "seq_lens", np.array([-(2**63), 9]), ValueError
-    for sums in ((0, 2), (0, 2, 3, 3), (1, 2, 3), (-1, 2, 3), (0, 2, 1), (0, 2, 4), (0, 6, 6), (0, -1, 3), (0, 3, 2)):
-        yield "attend", "cu_q_lens", ints(*sums), ValueError
-    yield "attend", "cu_q_lens", np.array([0, -(2**63), 3]), ValueError
+    for lens in ((1, 9), (5, 0), (5, -1), (-5, 9), (13, 9), (5, 13), (5, 2**31 - 1), (-(2**63), 9)):
+        yield "attend", "seq_lens", np.array(lens), ValueError
+    for sums in ((1, 2, 3), (-1, 2, 3), (0, 2, 1), (0, 2, 4), (0, 6, 6), (0, -1, 3), (0, 3, 2), (0, -(2**63), 3)):
+        yield "attend", "cu_q_lens", np.array(sums), ValueError
     for scale in (float("nan"), float("inf"), -float("inf"), 1e39, -1e300, 10**400, np.float64("nan")):
         yield "attend", "scale", scale, ValueError
     for scale in ("1.0", True, [1.0], 1j, b"1"):
@@ -233,50 +191,24 @@ def value_cases():
 
 
 def option_cases():
-    def options(**fields):
-        return SimpleNamespace(**OPTIONS | fields)
-
+    """Their numbers are checked where options are made."""
     for given in (1, {}, "options", [], SimpleNamespace(window=1), object()):
         yield "attend", "options", given, TypeError
-    for name, values in {
-        "window": [(0, ValueError), (-1, ValueError), (2**63, ValueError), (1.5, TypeError), (True, TypeError)],
-        "soft_cap": [(0.0, ValueError), (-1.0, ValueError), (float("nan"), ValueError), (1e39, ValueError),
-                     (1e-60, ValueError), (float("inf"), ValueError), ("5", TypeError), (True, TypeError)],
-        "mask": [(ones(3, 8), ValueError), (ones(2, 9), ValueError), (ones(4, 9), ValueError), (ones(9), ValueError),
-                 (ones(3, 2, 9), ValueError), (ones(3, 5, 9), ValueError), (ones(3, 4, 8), ValueError),
-                 (ones(3, 1, 8), ValueError), (ones(2, 4, 9), ValueError), (ones(3, 4, 9, 1), ValueError),
-                 (ones(3, 9, dtype=np.float64), TypeError), (ones(3, 9, dtype=np.int32), TypeError),
-                 (ones(3, 9, dtype=np.float16), TypeError), (ones(3, 8, dtype=bool), ValueError),
-                 (misaligned(3, 9), ValueError), (odd_stride(3, 9), ValueError), ([[0.0] * 9] * 3, TypeError)],
-    }.items():  # fmt: skip
-        for value, error in values:
-            yield "attend", "options", options(**{name: value}), error
+    for shape in ((3, 8), (2, 9), (4, 9), (3, 2, 9), (3, 5, 9), (3, 4, 8), (3, 1, 8), (2, 4, 9)):
+        for dtype in (np.float32, bool):
+            yield "attend", "options", AttentionOptions(mask=ones(*shape, dtype=dtype)), ValueError
+    yield "attend", "options", AttentionOptions(mask=misaligned(3, 9)), ValueError
     for name in ("sinks", "alibi_slopes"):
-        for value in (ones(3), ones(5), ones(0), ones(1), ones(4, 1), ones(1, 4), np.float32(1)):
-            yield "attend", "options", options(**{name: value}), ValueError
-        for bad in (np.nan, np.inf, -np.inf):
-            yield "attend", "options", options(**{name: np.array([1, 2, 3, bad], np.float32)}), ValueError
-        yield "attend", "options", options(**{name: np.array([1, 1e39, 3, 4])}), ValueError
-        for value in (ones(4, dtype=np.int32), ones(4, dtype=np.float16), [1.0] * 4, 1.0):
-            yield "attend", "options", options(**{name: value}), TypeError
+        for count in (3, 5, 0, 1):
+            yield "attend", "options", AttentionOptions(**{name: ones(count)}), ValueError
 
 
 def score_cases():
     for kind, error in (("entropy", ValueError), ("", ValueError), ("RAW", ValueError), (None, ValueError),
                         (True, TypeError), (1, TypeError), (b"raw", TypeError), (["raw"], TypeError)):  # fmt: skip
         yield "attend", "scores", kind, error
-    for value, error in FLOATS:
-        yield "attend", "scores_out", value, ValueError if value is None else error
-    for shape in ((1, HEADS, 9), (2, HEADS + 1, 9), (2, HEADS - 1, 9), (2, HEADS, 8), (0, HEADS, 9), (2, 9, HEADS)):
-        yield "attend", "scores_out", ones(*shape), ValueError
-    for dtype in (np.float16, np.uint16, np.int32):
-        yield "attend", "scores_out", ones(2, HEADS, 9, dtype=dtype), TypeError
     yield "attend", "scores_out", ones(2, HEADS, 18)[..., ::2], ValueError
     yield "attend", "scores_out", ones(2, HEADS, 9)[..., ::-1], ValueError
-    yield "attend", "scores_out", read_only(ones(2, HEADS, 9)), ValueError
-    for strides in ((0, 64, 4), (128, 0, 4), (128, 64, 0), (128, 32, 4), (64, 64, 4)):
-        array = np.lib.stride_tricks.as_strided(np.zeros(999, np.float32), (2, HEADS, 9), strides)
-        yield "attend", "scores_out", array, ValueError
 
 
 def changes_nothing(call, name, value, error):
@@ -309,7 +241,7 @@ def test_legal_arguments_are_accepted():
     given = Given()
     for call, arguments in given.arguments.items():
         getattr(given.store, call)(**arguments)
-    given.store.attend(**given.arguments["attend"], scale=0.5, options=SimpleNamespace(**OPTIONS))
+    given.store.attend(**given.arguments["attend"], scale=0.5, options=AttentionOptions())
 
 
 # ---------------------------------------------------------------------- memory that overlaps
@@ -351,7 +283,7 @@ def test_results_that_overlap_with_inputs_are_refused():
     tables[...] = arguments["block_tables"]
     wanted = arguments | {"block_tables": tables, "out": memory[5:53].reshape(3, 4, V_DIM)}
     refused_overlap(given.store, "attend", wanted, [memory], ["out"])
-    mask = SimpleNamespace(**OPTIONS | {"mask": memory[:27].reshape(3, 9)})
+    mask = AttentionOptions(mask=memory[:27].reshape(3, 9))
     wanted = arguments | {"options": mask, "out": memory[20:68].reshape(3, 4, V_DIM)}
     refused_overlap(given.store, "attend", wanted, [memory], ["out"])
     k_out, v_out = memory[:80].reshape(5, HEADS, DIM), memory[79:119].reshape(5, HEADS, V_DIM)
@@ -403,35 +335,15 @@ def test_store_that_cannot_be_is_refused(change, error):
 @pytest.mark.parametrize(("n", "error"), [(0, ValueError), (-1, ValueError), (1025, ValueError), (True, TypeError),
                                           (1.0, TypeError), (None, TypeError)])  # fmt: skip
 def test_number_of_threads_that_cannot_be_is_refused(n, error):
+    before = num_threads()
+    set_num_threads(before + 1)
+    assert num_threads() == before + 1
+    set_num_threads(before)
     with pytest.raises(error, match=r"^\[set_num_threads\] n "):
         set_num_threads(n)
     if n is not None:
         with pytest.raises(error, match=r"^\[read_sum\] num_threads "):
             read_sum([], n)
-
-
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (lambda b, q, p: b.attend(b.prepare(p), 0, q, return_attn=True), ValueError),
-        (lambda b, q, p: b.attend(b.prepare(p), 0, q[0]), ValueError),
-        (lambda b, q, p: b.attend(b.prepare(p), 0, q.astype(np.int64)), TypeError),
-        (lambda b, q, p: b.attend(b.prepare(p), 0, q, options={"window": 3}), TypeError),
-        (lambda b, q, p: b.gather(0, [1], 1.0), TypeError),
-        (lambda b, q, p: b.gather(0, [1], -1), ValueError),
-        (lambda b, q, p: b.gather(0, [1], SIZE + 1), ValueError),
-        (lambda b, q, p: b.gather(0, [1.0]), TypeError),
-        (lambda b, q, p: b.gather(0, [[1]]), ValueError),
-        (lambda b, q, p: b.zero("1"), TypeError),
-        (lambda b, q, p: b.zero([2**63]), IndexError),
-        (lambda b, q, p: b.export_blocks(3), ValueError),
-    ],
-)
-def test_backend_refuses_what_its_store_never_sees(call, error):
-    backend, given = CPUBackend(SPEC, BLOCKS), Given()
-    plan = SimpleNamespace(**{k: given.arguments["attend"][k] for k in ("block_tables", "seq_lens", "cu_q_lens")})
-    with pytest.raises(error, match=r"^\[\w+\] "):
-        call(backend, given.arguments["attend"]["q"], plan)
 
 
 @pytest.mark.parametrize(("args", "error"), [(({}, 3), TypeError), ((SPEC, 0), ValueError), ((SPEC, True), TypeError),

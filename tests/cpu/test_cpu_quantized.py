@@ -168,21 +168,3 @@ def test_masked_tokens_that_are_nan_never_matter(num_queries):
     mine.write(mine.prepare(StepArrays(slot_mapping=np.array([plan.block_tables[0, 1] * 4 + 3]))), 0, nan, nan)
     assert np.array_equal(mine.attend(mine.prepare(plan), 0, q, options=AttentionOptions(mask=mask)), expected)
     assert np.isnan(mine.attend(mine.prepare(plan), 0, q)).any()
-
-
-# ---------------------------------------------------------------------- compaction
-
-
-@pytest.mark.parametrize(
-    ("keep", "message"),
-    [
-        (np.array([[3, 3]]), r"keep\[0, 1\] is 3 after 3, it must ascend"),
-        (np.array([[0, 8]]), r"keep\[0, 1\] is 8, the blocks hold 8 tokens"),
-        (np.array([[-1, 2]]), r"keep\[0, 0\] is -1"),
-        (np.array([[0], [1]]), "keep must have shape"),
-    ],
-)
-def test_compact_refuses_what_would_not_be_a_sequence(keep, message):
-    store = CPUBackend(KVSpec(1, 1, 32, "float32", 4), 3).store
-    with pytest.raises(ValueError, match=r"^\[compact\] " + message):
-        store.compact(np.array([1, 2]), keep)

@@ -1,8 +1,8 @@
-"""Scores of the CPU kernels beyond the conformance kit: the same bits everywhere, memory told."""
+"""Scores of the CPU kernels beyond the conformance kit. That they depend on the row alone: test_cpu_decode.py."""
 
 import numpy as np
 import pytest
-from cpu_attention import ISAS, Pool, normal, some_options
+from cpu_attention import Pool, normal
 
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions, StepArrays
@@ -13,45 +13,10 @@ KINDS = ("raw", "mass")
 LENS, QUERIES = [1, 700, 45, 2100, 600], [1, 8, 9, 3, 130]  # decode, a window, chunks; some in many parts
 
 
-def rows_of(isa, dtype="float32", group=3, num_threads=2):
-    """A pool with one sequence per entry of `LENS`, queries, and the arguments that attend to all of them."""
-    rng = np.random.default_rng(7)
-    pool = Pool(KVSpec(1, 2, 33, dtype, 5), isa, num_threads, num_blocks=720)
-    tables = [pool.add(*(normal(rng, n, 2, 33, dtype=dtype) for _ in "kv")) for n in LENS]
-    return pool, tables, normal(rng, sum(QUERIES), 2 * group, 33, dtype=dtype)
-
-
 def scores_of(pool, q, tables, lens, queries, kind, out=None, **more):
     out = np.full((len(lens), 2, max(lens)), 7, np.float32) if out is None else out
     pool.attend(q, tables, lens, queries, scores=kind, scores_out=out, **more)
     return out
-
-
-def newest_of(queries):
-    return np.cumsum(queries) - 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("features", ["none", "all"])
-@pytest.mark.parametrize("isa", ISAS)
-def test_scores_of_a_row_depend_on_nothing_but_the_row(isa, features, kind):
-    pool, tables, q = rows_of(isa)
-    options = some_options(np.random.default_rng(1), features, len(q), 6, max(LENS))
-    together = scores_of(pool, q, tables, LENS, QUERIES, kind, options=options)
-    again = scores_of(rows_of(isa, num_threads=1)[0], q, tables, LENS, QUERIES, kind, options=options)
-    assert np.array_equal(together, again)
-    begin = 0
-    for row, (table, length, n) in enumerate(zip(tables, LENS, QUERIES, strict=True)):
-        mine = slice(begin, begin + n)
-        own = options
-        if options.mask is not None:
-            own = AttentionOptions(
-                options.window, options.soft_cap, options.sinks, options.alibi_slopes, options.mask[mine]
-            )
-        alone = scores_of(pool, q[mine], [table], [length], [n], kind, options=own)
-        assert np.array_equal(together[row, :, :length], alone[0])
-        assert not together[row, :, length:].any()
-        begin += n
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,9 +32,11 @@ def test_scores_over_64k_tokens_keep_their_digits(kind):
 
 
 def test_a_nan_of_the_mask_is_in_the_score_where_it_is_visible():
-    pool, tables, q = rows_of(isas()[-1])
-    mask = np.zeros((len(q), max(LENS)), np.float32)
-    mask[newest_of(QUERIES)[1], 5] = np.nan
+    rng = np.random.default_rng(7)
+    pool = Pool(KVSpec(1, 2, 33, "float32", 5), isas()[-1], num_blocks=720)
+    tables = [pool.add(*(normal(rng, n, 2, 33) for _ in "kv")) for n in LENS]
+    q, mask = normal(rng, sum(QUERIES), 6, 33), np.zeros((sum(QUERIES), max(LENS)), np.float32)
+    mask[sum(QUERIES[:2]) - 1, 5] = np.nan
     for kind in KINDS:
         got = scores_of(pool, q, tables, LENS, QUERIES, kind, options=AttentionOptions(mask=mask))
         assert np.isnan(got[1, :, 5]).all()

@@ -11,7 +11,6 @@ from kvpool.eviction import (
     BlockEviction,
     Evictor,
     Memory,
-    Policy,
     SlidingWindow,
     advise,
     block_sums,
@@ -156,29 +155,20 @@ def test_positions_follow_blocks_that_leave():
     assert known.positions(0, 11, 19)[0, 0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18]
 
 
-def test_rows_of_a_memory_are_copied_kept_and_cut():
-    policy = H2O(max_kv=64)
-    one, two = memory(policy, 2), memory(policy, 1)
-    one.observe(draw(1, 2, 9), np.array([9, 4]))
-    two.observe(draw(2, 1, 30), np.array([30]))
-    one.append(two, [0, 0])
-    assert one.known.tolist() == [9, 4, 30, 30] and (one.scores[:, 3, :, :30] == two.scores[:, 0, :, :30]).all()
-    one.keep_rows([3, 0])
-    one.truncate(np.array([12, 20]))
-    assert one.known.tolist() == [12, 9]
-    two.scores[:] = 7
-    assert not (one.scores == 7).any()  # copies
-
-
 @pytest.mark.parametrize(("mine", "theirs"), [(24, 25), (25, 24), (0, 9)])
-def test_rows_of_a_memory_with_more_room_or_less_are_taken_over(mine, theirs):
+def test_rows_of_a_memory_are_copied_kept_and_cut(mine, theirs):
+    """Whichever of the two has more room."""
     one, two = (memory(H2O(max_kv=64)) for _ in range(2))
     for each, length in ((one, mine), (two, theirs)):
         each.observe(np.full((LAYERS, 1, HEADS, length), length, np.float32), np.array([length]), np.array([0]))
-    one.append(two, [0])
-    for row, length in enumerate((mine, theirs)):
+    one.append(two, [0, 0])
+    two.scores[:] = 7  # rows are copies
+    for row, length in enumerate((mine, theirs, theirs)):
         assert (one.scores[:, row, :, :length] == length).all() and not one.scores[:, row, :, length:].any()
-    assert one.known.tolist() == [mine, theirs]
+    one.keep_rows([2, 0])
+    assert one.known.tolist() == [theirs, mine]
+    one.truncate(np.array([5, 99]))
+    assert one.known.tolist() == [5, mine]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -221,9 +211,9 @@ def test_block_sums_are_sums_of_what_is_there():
         (H2O, {"alpha": 0.0}, r"alpha is 0.0, it must be in \(0, 1\)"),
         *((H2O, {"alpha": alpha}, f"alpha is {alpha}") for alpha in (1.0, float("nan"))),
         (H2O, {"kind": "weights"}, "kind is 'weights', it must be one of raw, mass"),
-        *((H2O, {name: 0}, f"{name} is 0, the least is 1") for name in ("max_kv", "queries")),
+        *((H2O, {name: 0}, f"{name} is 0, the range is 1 ..") for name in ("max_kv", "queries")),
         (H2O, {"sink": -1}, "sink is -1"),
-        (SlidingWindow, {"max_kv": 5}, "max_kv is 5, the least is 8"),
+        (SlidingWindow, {"max_kv": 5}, "max_kv is 5, the range is 8 .."),
         (SlidingWindow, {"sink": 32}, "max_kv is 64, too small for sink 32: the least is twice that and one more"),
         (H2O, {"slack": 0}, "slack is 0"),
         (BlockEviction, {"max_kv": 4}, r"max_kv is 4, smaller than sink 4 \+ recent 1"),
@@ -265,14 +255,6 @@ def test_backends_that_cannot_are_named():
         check_backend(H2O(max_kv=64, kind="raw"), can, 16)
     with pytest.raises(ValueError, match=r"\[BlockEviction\] max_kv is 64, in blocks of 32 the least is 80:"):
         check_backend(BlockEviction(max_kv=64), can, 32)
-
-
-def test_policies_are_values():
-    assert H2O(max_kv=64) == H2O(max_kv=64) != H2O(max_kv=64, heavy=20)
-    assert isinstance(H2O(max_kv=64), Policy) and H2O(max_kv=64).kind == "mass"
-    assert BlockEviction(max_kv=64).kind == "mass"
-    with pytest.raises(AttributeError):
-        H2O(max_kv=64).max_kv = 3
 
 
 def test_policy_most_is_the_largest_length_at_the_start_of_a_step():

@@ -65,5 +65,5 @@ def computed(groups, num_tokens):
     allocated, held = Counter(), Counter()
     for group in groups:
         allocated[key_of_group(group)] += group.mlx_lm_nbytes(num_tokens)
-        held[key_of_group(group)] += group.sequence_nbytes(num_tokens)
+        held[key_of_group(group)] += min(num_tokens, group.size or num_tokens) * group.token_nbytes + group.state_nbytes
     return allocated, held

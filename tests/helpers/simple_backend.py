@@ -114,29 +114,3 @@ class ZeroTimesWhatIsThere(Simple):
     def one(self, x):
         scores = np.where(np.arange(len(x.k)) < x.visible, self.scores(x, x.k), -np.inf)
         return self.mix(scores, -np.inf, x.v)
-
-
-class Split(Simple):
-    """Cuts contexts into parts of 256 keys and merges what they say, as kernels do."""
-
-    part = 256
-
-    def mix(self, scores, sink, v):
-        parts = [slice(i, i + self.part) for i in range(0, len(scores), self.part)]
-        return self.merge([self.partial(scores[part], v[part]) for part in parts], sink)
-
-    def partial(self, scores, v):
-        """(peak, sum of weights, weighted values) of a part."""
-        peak = scores.max()
-        if peak == -np.inf:
-            return peak, 0.0, np.zeros(v.shape[1])
-        weights = np.exp(scores - peak)
-        return peak, weights.sum(), weights @ v
-
-    def merge(self, partials, sink):
-        peak = max([sink, *(part[0] for part in partials)])
-        if peak == -np.inf:
-            return partials[0][2]
-        factors = [np.exp(part[0] - peak) for part in partials]
-        total = sum(f * part[1] for f, part in zip(factors, partials, strict=True)) + np.exp(sink - peak)
-        return sum(f * part[2] for f, part in zip(factors, partials, strict=True)) / total

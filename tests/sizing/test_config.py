@@ -29,17 +29,12 @@ METAL = {
 # ---------------------------------------------------------------------- KVSpec
 
 
-def test_spec_of_llama_8b_takes_128_kib_per_token():
+def test_spec_counts_the_bytes_of_both_planes():
     spec = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="float16", block_size=16)
-    assert spec.token_nbytes == 128 * 1024
-    assert spec.block_nbytes == 2 * 2**20
-    assert spec.pool_nbytes(8192) == 16 * 2**30
-
-
-def test_spec_with_other_value_heads_counts_both_planes():
+    assert (spec.token_nbytes, spec.block_nbytes, spec.pool_nbytes(8192)) == (128 * 1024, 2 * 2**20, 16 * 2**30)
     spec = KVSpec(2, 3, 192, "float32", 4, v_head_dim=128)
-    assert spec.token_nbytes == 2 * 3 * (192 + 128) * 4
-    assert spec.planes == (("k", 192), ("v", 128))
+    assert spec.token_nbytes == 2 * 3 * (192 + 128) * 4 and spec.planes == (("k", 192), ("v", 128))
+    assert KVSpec(np.int64(2), np.int32(2), 64, block_size=np.uint8(7)) == KVSpec(2, 2, 64, block_size=7)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +58,6 @@ def test_spec_with_bad_field_is_refused(fields, error, message):
     with pytest.raises(error, match=r"^\[KVSpec\] ") as caught:
         KVSpec(**({"num_layers": 2, "num_kv_heads": 2, "head_dim": 64} | fields))
     assert message in str(caught.value)
-
-
-def test_spec_accepts_numpy_integers_and_any_block_size():
-    assert KVSpec(np.int64(2), np.int32(2), 64, block_size=np.uint8(7)) == KVSpec(2, 2, 64, block_size=7)
 
 
 # ---------------------------------------------------------------------- layouts
@@ -187,50 +178,38 @@ def test_blocks_for_a_size_divides_it():
     assert blocks_for(16 * 2**30 - 1, spec).num_blocks == 8191
 
 
-def test_blocks_for_a_metal_device_follows_the_working_set():
-    """floor(0.8 * 16 GiB) - 3 GiB in use - max(1 GiB, 10 %) overhead."""
-    spec = KVSpec(32, 8, 128)
-    size = blocks_for("auto", spec, device_info=METAL, active_nbytes=3 * 2**30)
-    budget = int(0.8 * 16 * 2**30) - 3 * 2**30 - 16 * 2**30 // 10
+SMALL_METAL = {"max_recommended_working_set_size": 4 * 2**30}
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [  # a share of the machine, less what is in use, less max(1 GiB, 10 %) of overhead
+        ({"device_info": METAL, "active_nbytes": 3 * 2**30}, int(0.8 * 2**34) - 3 * 2**30 - 2**34 // 10),
+        ({"device_info": METAL | {"active_nbytes": 2**30}}, int(0.8 * 2**34) - 2**30 - 2**34 // 10),
+        ({"device_info": METAL | {"active_nbytes": 2**30}, "active_nbytes": 0}, int(0.8 * 2**34) - 2**34 // 10),
+        ({"device_info": SMALL_METAL, "fraction": 0.5}, 2 * 2**30 - 2**30),
+        ({"device_info": {"device_name": "cpu"}}, 5 * 2**30 - 2**30),  # of the RAM: no GiB at least
+    ],
+)
+def test_blocks_for_a_machine_has_a_share_of_it(monkeypatch, options, budget):
+    monkeypatch.setattr(config, "available_memory_nbytes", lambda: 10 * 2**30)
+    size = blocks_for("auto", KVSpec(32, 8, 128), **options)
     assert size.budget_nbytes == budget == sum(nbytes for _, nbytes in size.breakdown)
     assert size.num_blocks == budget // (2 * 2**20)
-    for part in ("Apple M4", "0.8 of 16.00 GiB", "already in use", "overhead", f"{size.num_blocks} blocks"):
+    device = options["device_info"].get("device_name", "Metal").replace("cpu", "available RAM")
+    for part in (device, "of ", "overhead", f"{size.num_blocks} blocks"):
         assert part in size.how
+    assert ("already in use" in size.how) == (len(size.breakdown) == 3)
 
 
-def test_blocks_for_takes_what_is_in_use_from_the_device():
-    spec, in_use = KVSpec(2, 2, 64), METAL | {"active_nbytes": 2**30}
-    expected = blocks_for("auto", spec, device_info=METAL, active_nbytes=2**30).budget_nbytes
-    assert blocks_for("auto", spec, device_info=in_use).budget_nbytes == expected
-    assert blocks_for("auto", spec, device_info=in_use, active_nbytes=0).budget_nbytes == expected + 2**30
-
-
-def test_blocks_for_a_small_metal_device_keeps_a_gib_for_overhead():
-    small = {"max_recommended_working_set_size": 4 * 2**30}
-    assert blocks_for("auto", KVSpec(2, 2, 64), device_info=small, fraction=0.5).budget_nbytes == 2**30
-
-
-def test_blocks_for_respects_the_largest_array_of_the_device():
-    """A stacked layout puts all layers of k into one array; 9 GiB is the most that Metal allows here."""
-    spec = KVSpec(32, 8, 128, layout="stacked")
-    size = blocks_for("15GiB", KVSpec(32, 8, 128), device_info={"max_buffer_length": 4 * 2**30})
-    assert size.limited_by == "the budget"
-    size = blocks_for("15GiB", spec, device_info={"max_buffer_length": 4 * 2**30})
-    assert size.num_blocks == 4 * 2**30 // 2**20
-    assert "max_buffer_length 4.00 GiB" in size.how
-
-
-def test_blocks_for_huge_memory_stays_within_int32_slots():
+def test_blocks_for_respects_the_largest_array_of_the_device_and_int32_slots():
+    """A stacked layout puts all layers of k into one array."""
+    device = {"max_buffer_length": 4 * 2**30}
+    assert blocks_for("15GiB", KVSpec(32, 8, 128), device_info=device).limited_by == "the budget"
+    size = blocks_for("15GiB", KVSpec(32, 8, 128, layout="stacked"), device_info=device)
+    assert size.num_blocks == 4 * 2**30 // 2**20 and "max_buffer_length 4.00 GiB" in size.how
     size = blocks_for("1000TiB", KVSpec(1, 1, 1, block_size=16))
-    assert size.num_blocks * 16 <= 2**31 - 1 < (size.num_blocks + 1) * 16
-    assert size.limited_by == "int32 slots"
-
-
-def test_blocks_for_auto_without_a_device_uses_available_ram(monkeypatch):
-    monkeypatch.setattr(config, "available_memory_nbytes", lambda: 10 * 2**30)
-    size = blocks_for("auto", KVSpec(32, 8, 128), device_info={"device_name": "cpu"})
-    assert size.budget_nbytes == 5 * 2**30 - 2**30
-    assert "available RAM" in size.how
+    assert size.num_blocks * 16 <= 2**31 - 1 < (size.num_blocks + 1) * 16 and size.limited_by == "int32 slots"
 
 
 def test_available_memory_is_limited_by_the_cgroup(monkeypatch):
@@ -282,6 +261,8 @@ def test_blocks_for_a_bad_number_is_refused(name, wrong):
 
 
 def test_describe_plan_counts_the_sequences_that_fit():
+    needed = describe_plan(LLAMA_8B, "16GiB", max_len=4100)[0]["sequence_nbytes"]  # mlx-lm rounds up
+    assert needed == {"kvpool": 4112 * 131072, "layer_groups": 4112 * 131072, "mlx_lm": 4352 * 131072}
     facts, text = describe_plan(LLAMA_8B, "16GiB", max_len=4096)
     assert facts["token_nbytes"] == 131072 and facts["num_blocks"] == 8192
     assert [counts["kvpool"] for counts in facts["num_sequences"].values()] == [8191 // 32, 8191 // 128, 8191 // 256]
@@ -289,11 +270,6 @@ def test_describe_plan_counts_the_sequences_that_fit():
     assert json.loads(json.dumps(facts)) == facts
     for part in ("every token                  32        8 x 128           131072", "8192 blocks", "16.00 GiB"):
         assert part in text
-
-
-def test_describe_plan_counts_what_mlx_lm_rounds_up():
-    needed = describe_plan(LLAMA_8B, "16GiB", max_len=4100)[0]["sequence_nbytes"]
-    assert needed == {"kvpool": 4112 * 131072, "layer_groups": 4112 * 131072, "mlx_lm": 4352 * 131072}
 
 
 def test_describe_plan_gives_machines_the_whole_calculation():

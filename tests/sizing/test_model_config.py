@@ -59,58 +59,14 @@ def gemma3(**text):
     return wrapped("gemma3", {"model_type": "gemma3_text", "sliding_window": 1024} | text)
 
 
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 DELTA = {
     **{"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128},
     **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
 }
-KDA = {
-    "linear_attn_config": {
-        "kda_layers": [layer for layer in range(1, 28) if layer % 4 and layer != 27],
-        **{"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128},
-        "short_conv_kernel_size": 4,
-    }
-}
 QWEN3_NEXT = completed(sizes("qwen3_next", 48, 16, 2, 2048, head_dim=256, max_position_embeddings=4096, **DELTA))
-GEMMA3N = sizes(
-    *("gemma3n_text", 35, 8, 2, 2048),
-    **{"head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 15, "layer_types": ([SLIDING] * 4 + [FULL]) * 7},
-    **{"activation_sparsity_pattern": [0.0] * 35},
-)
-GEMMA4 = sizes(
-    *("gemma4_text", 60, 32, 16, 5376),
-    **{"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
-    **{"num_kv_shared_layers": 0, "sliding_window": 1024, "layer_types": ([SLIDING] * 5 + [FULL]) * 10},
-)
-NEMOTRON_H = sizes(
-    *("nemotron_h", 52, 32, 8, 4096),
-    **{"head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "conv_kernel": 4},
-    **{"n_groups": 8, "hybrid_override_pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"},
-)
-MAMBA_2 = completed(
-    {
-        **{"model_type": "mamba2", "torch_dtype": "bfloat16", "hidden_size": 4096, "num_hidden_layers": 64},
-        **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4},
-    }
-)
-LLAMA4 = sizes("llama4_text", 48, 40, 8, 5120, head_dim=128, attention_chunk_size=8192)
-GRANITE_H = sizes(
-    *("granitemoehybrid", 40, 12, 4, 1536),
-    **{"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "mamba_n_heads": 48, "mamba_d_head": 64},
-    **{"mamba_d_state": 128, "mamba_d_conv": 4, "mamba_n_groups": 1},
-)
-DEEPSEEK_V32 = sizes("deepseek_v32", 61, 128, 128, 7168, index_topk=2048, index_head_dim=128, **LATENT)
 
 SIZED = {  # as published: bytes of a token in layers without a window, of one in layers with, of the state; by hand
     "Llama-3.1-8B": (LLAMA_8B, 32 * 2 * 8 * 128 * 2, 0, 0),
-    "Qwen2-7B": (
-        sizes("qwen2", 28, 28, 4, 3584, sliding_window=131072, use_sliding_window=False),
-        *(28 * 2 * 4 * 128 * 2, 0, 0),
-    ),
-    "GPT-2": (
-        completed({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "dtype": "float32"}),
-        *(12 * 2 * 768 * 4, 0, 0),
-    ),
     "gpt-oss-20b": (
         sizes("gpt_oss", 24, 64, 8, 2880, head_dim=64, sliding_window=128, layer_types=[SLIDING, FULL] * 12),
         *(12 * 2 * 8 * 64 * 2, 12 * 2 * 8 * 64 * 2, 0),
@@ -119,63 +75,43 @@ SIZED = {  # as published: bytes of a token in layers without a window, of one i
         gemma3(hidden_size=5376, num_hidden_layers=62, num_attention_heads=32, num_key_value_heads=16, head_dim=128),
         *(10 * 2 * 16 * 128 * 2, 52 * 2 * 16 * 128 * 2, 0),
     ),
-    "Gemma-3n-E4B": (completed(wrapped("gemma3n", GEMMA3N)), 4 * 2 * 2 * 256 * 2, 16 * 2 * 2 * 256 * 2, 0),
-    "Gemma-4-31B": (completed(wrapped("gemma4", GEMMA4)), 10 * 2 * 4 * 512 * 2, 50 * 2 * 16 * 256 * 2, 0),
-    "Llama-4-Scout": (completed(wrapped("llama4", LLAMA4)), 12 * 2 * 8 * 128 * 2, 36 * 2 * 8 * 128 * 2, 0),
-    "DeepSeek-V3": (sizes("deepseek_v3", 61, 128, 128, 7168, **LATENT), 61 * (512 + 64) * 2, 0, 0),
-    "DeepSeek-V3.2": (completed(DEEPSEEK_V32), 61 * (512 + 64 + 2 * 128) * 2, 0, 0),
     "Qwen3-Next-80B": (
         QWEN3_NEXT,
         *(12 * 2 * 2 * 256 * 2, 0, 36 * (3 * (2 * 16 + 32) * 128 * 2 + 32 * 128 * 128 * 4)),
     ),
-    "Nemotron-H-8B": (
-        completed(NEMOTRON_H),
-        *(4 * 2 * 8 * 128 * 2, 0, 24 * (3 * (128 * 64 + 2 * 8 * 128) * 2 + 128 * 64 * 128 * 4)),
-    ),
-    "Mamba-2": (MAMBA_2, 0, 0, 64 * (3 * (8192 + 2 * 8 * 128) * 2 + 8192 * 128 * 4)),
-    "Kimi-Linear": (
-        completed(sizes("kimi_linear", 27, 32, 32, 2304, **LATENT, **KDA)),
-        *(7 * (512 + 64) * 2, 0, 20 * (3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4)),
-    ),
-    "Granite-4-H": (
-        completed(GRANITE_H),
-        *(4 * 2 * 4 * 128 * 2, 0, 36 * (3 * (48 * 64 + 2 * 128) * 2 + 48 * 64 * 128 * 4)),
-    ),
 }
 
-REFUSED_BY_A_POOL = {  # what one pool of today cannot hold, and why
-    "Gemma-4-31B": "layers differ in their KV heads or head_dim",
-    "Llama-4-Scout": "36 layers attend in chunks",
-    "DeepSeek-V3.2": "layers keep more than one cache each",
-    **dict.fromkeys(("Qwen3-Next-80B", "Granite-4-H"), "36 layers keep a recurrent state"),
-    **{"Nemotron-H-8B": "24 layers keep", "Mamba-2": "64 layers keep", "Kimi-Linear": "20 layers keep"},
+ONE_TABLE_CANNOT = {  # hold these, and why
+    "gemma4": "layers differ in their KV heads or head_dim",
+    "llama4": "3 layers attend in chunks",
+    "deepseek_v32": "layers keep more than one cache each",
+    "qwen3_next": "3 layers keep a recurrent state or that of a convolution",
 }
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_groups_of_a_published_config_have_the_bytes_worked_out_by_hand(name):
-    config, *by_hand = SIZED[name]
+def test_groups_and_plan_of_a_published_config_have_the_bytes_worked_out_by_hand(name):
+    """Of every family that mlx-lm has: test_sizing_bytes.py."""
+    config, everywhere, limited, state = SIZED[name]
     groups = layer_groups(config)
-    everywhere = sum(group.token_nbytes for group in groups if group.size is None)
-    limited = sum(group.token_nbytes for group in groups if group.size is not None)
-    assert [everywhere, limited, sum(group.state_nbytes for group in groups)] == by_hand
-
-
-@pytest.mark.parametrize("name", SIZED)
-def test_plan_says_what_a_pool_of_today_holds_of_a_published_config(name):
-    config, everywhere, limited, _ = SIZED[name]
+    assert sum(group.token_nbytes for group in groups if group.size is None) == everywhere
+    assert sum(group.token_nbytes for group in groups if group.size is not None) == limited
+    assert sum(group.state_nbytes for group in groups) == state
     facts, text = describe_plan(config, "900GiB", max_len=10_000)
-    why = REFUSED_BY_A_POOL.get(name)
-    if why is None:
-        assert facts["refusal"] is None and facts["token_nbytes"] == everywhere + limited
-        assert "in one table: every token of every layer" in text
-    else:
-        assert facts["refusal"].startswith(why) and facts["token_nbytes"] is None
-        assert f"in one table: not possible, {why}" in text
-        with pytest.raises(ValueError, match=rf"^\[config\] {why}.*kvpool\.config\.blocks_for$"):
-            spec_from_config(config)
     assert json.loads(json.dumps(facts)) == facts
     assert max(map(len, text.splitlines())) < 120
+    if not state:
+        assert facts["refusal"] is None and facts["token_nbytes"] == everywhere + limited
+        assert "in one table: every token of every layer" in text
+
+
+@pytest.mark.parametrize("name", ONE_TABLE_CANNOT)
+def test_plan_says_what_one_table_cannot_hold(name):
+    why = ONE_TABLE_CANNOT[name]
+    facts, text = describe_plan(config_of(name), "900GiB")
+    assert facts["refusal"] == why and facts["token_nbytes"] is None and f"in one table: not possible, {why}" in text
+    with pytest.raises(ValueError, match=rf"^\[config\] {why}.*kvpool\.config\.blocks_for$"):
+        spec_from_config(config_of(name))
 
 
 def test_groups_name_kind_size_heads_and_layers():
@@ -233,7 +169,7 @@ def test_plan_without_memory_for_a_pool_shows_none():
     facts, text = describe_plan(QWEN3_NEXT, "1GiB")
     assert facts["num_blocks"] is facts["longest"] is None and facts["arenas"] == []
     assert "no pool" in text and "--num-blocks" not in text
-    only_states, text = describe_plan(MAMBA_2, "64GiB")
+    only_states, text = describe_plan(config_of("mamba2"), "64GiB")
     assert only_states["num_blocks"] is only_states["block_nbytes"] is None and "keeps states only" in text
 
 
@@ -271,10 +207,10 @@ def test_plan_takes_the_longest_context_by_whatever_name():
     assert describe_plan(LLAMA_8B, "64GiB")[0]["max_len"] == 8192
     with pytest.raises(ValueError, match="max_len is 0"):
         describe_plan(LLAMA_8B, "16GiB", max_len=0)
-    unlimited = {name: value for name, value in MAMBA_2.items() if name != "max_position_embeddings"}
+    unlimited = {name: value for name, value in config_of("mamba2").items() if name != "max_position_embeddings"}
     assert describe_plan(unlimited, "64GiB")[0]["max_len"] == 131072
-    by_own_name = {name: value for name, value in SIZED["GPT-2"][0].items() if name != "max_position_embeddings"}
-    assert describe_plan(by_own_name, "64GiB")[0]["max_len"] == 1024
+    by_own_name = {name: value for name, value in config_of("gpt2").items() if name != "max_position_embeddings"}
+    assert describe_plan(by_own_name | {"n_positions": 333}, "64GiB")[0]["max_len"] == 333
 
 
 def test_spec_from_config_prefers_what_is_given():

@@ -25,9 +25,7 @@ def test_what_another_compiler_refuses_is_found(tmp_path, monkeypatch, target, f
 
 def test_every_module_of_the_wheel_is_compiled():
     names = {piece.name for piece in cross.extension_modules()}
-    assert names == {f"kvpool/{name}" for name in ("_core", "capi")} | {
-        f"kvpool_backends/cpu/{name}" for name in ("_arguments", "_attention", "_kernels")
-    }
+    assert names == {"kvpool/_core", "kvpool/capi", "kvpool_backends/cpu/_kernels"}
     assert all(source.exists() for piece in cross.extension_modules() for source in piece.sources)
     (kernels,) = (piece for piece in cross.extension_modules() if piece.name.endswith("_kernels"))
     assert {"isa_neon.c", "isa_portable.c"} <= {source.name for source in kernels.sources}

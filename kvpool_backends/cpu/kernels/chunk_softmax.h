@@ -60,14 +60,9 @@ KV_INLINE vf chunk_exp2(vf x) {
     const float magic = 0x1.8p23f + 127; /* leaves the rounded x, plus the bias of exponents, in the lowest bits */
     x = v_max(v_set(-127), x);
     const vf shifted = x + magic, f = x - (shifted - magic);
-    vf p = v_set(1.535336188319500e-4f);
-    p = v_fma(p, f, v_set(1.339887440266574e-3f));
-    p = v_fma(p, f, v_set(9.618437357674640e-3f));
-    p = v_fma(p, f, v_set(5.550332471162809e-2f));
-    p = v_fma(p, f, v_set(2.402264791363012e-1f));
-    p = v_fma(p, f, v_set(6.931472028550421e-1f));
-    p = v_fma(p, f, v_set(1));
-    return p * (vf)((vi)shifted << 23);
+    static const float c[] = {1.535336188319500e-4f, 1.339887440266574e-3f, 9.618437357674640e-3f,
+                              5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f, 1};
+    return v_polynomial(c, 7, f) * (vf)((vi)shifted << 23);
 }
 
 /* What to subtract from scores whose maximum is `top`: 0 while nothing is seen, because -inf - -inf is NaN. */

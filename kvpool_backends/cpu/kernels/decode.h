@@ -167,26 +167,18 @@ KV_INLINE void head_scores_as(kv_dtype dtype, const decoding *run, const kv_tile
 }
 
 /* A function of its own for each type: in one of all types the compiler finds no registers for any. */
+#define FOR_EACH_STORED(DO) DO(F32) DO(F16) DO(BF16) DO(F8) DO(U8) DO(U4)
+
 #define HEAD_SCORES(TYPE) \
     static KV_APART void head_scores_##TYPE(const decoding *run, const kv_tile *tile, int64_t head, int fetches) { \
         head_scores_as(KV_##TYPE, run, tile, head, fetches); \
     }
-HEAD_SCORES(F32)
-HEAD_SCORES(F16)
-HEAD_SCORES(BF16)
-HEAD_SCORES(F8)
-HEAD_SCORES(U8)
-HEAD_SCORES(U4)
+FOR_EACH_STORED(HEAD_SCORES)
 
 static void head_scores(const decoding *run, const kv_tile *tile, int64_t head, int fetches) {
-    switch (kv_stored(run->call->layer, &run->call->layer->k)) {
-    case KV_F32: head_scores_F32(run, tile, head, fetches); break;
-    case KV_F16: head_scores_F16(run, tile, head, fetches); break;
-    case KV_BF16: head_scores_BF16(run, tile, head, fetches); break;
-    case KV_F8: head_scores_F8(run, tile, head, fetches); break;
-    case KV_U8: head_scores_U8(run, tile, head, fetches); break;
-    case KV_U4: head_scores_U4(run, tile, head, fetches); break;
-    }
+#define CASE(TYPE) case KV_##TYPE: head_scores_##TYPE(run, tile, head, fetches); break;
+    switch (kv_stored(run->call->layer, &run->call->layer->k)) { FOR_EACH_STORED(CASE) }
+#undef CASE
 }
 
 /* -------- weights -------- */
@@ -379,23 +371,13 @@ KV_INLINE void head_values_as(kv_dtype dtype, const decoding *run, const kv_tile
                                             const char *const *next, int64_t next_offset) { \
         head_values_as(KV_##TYPE, run, tile, head, next, next_offset); \
     }
-HEAD_VALUES(F32)
-HEAD_VALUES(F16)
-HEAD_VALUES(BF16)
-HEAD_VALUES(F8)
-HEAD_VALUES(U8)
-HEAD_VALUES(U4)
+FOR_EACH_STORED(HEAD_VALUES)
 
 static void head_values(const decoding *run, const kv_tile *tile, int64_t head, const char *const *next,
                         int64_t next_offset) {
-    switch (kv_stored(run->call->layer, &run->call->layer->v)) {
-    case KV_F32: head_values_F32(run, tile, head, next, next_offset); break;
-    case KV_F16: head_values_F16(run, tile, head, next, next_offset); break;
-    case KV_BF16: head_values_BF16(run, tile, head, next, next_offset); break;
-    case KV_F8: head_values_F8(run, tile, head, next, next_offset); break;
-    case KV_U8: head_values_U8(run, tile, head, next, next_offset); break;
-    case KV_U4: head_values_U4(run, tile, head, next, next_offset); break;
-    }
+#define CASE(TYPE) case KV_##TYPE: head_values_##TYPE(run, tile, head, next, next_offset); break;
+    switch (kv_stored(run->call->layer, &run->call->layer->v)) { FOR_EACH_STORED(CASE) }
+#undef CASE
 }
 
 /* -------- a part, the end -------- */

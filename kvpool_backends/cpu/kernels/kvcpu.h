@@ -115,16 +115,14 @@ void kv_compact(const kv_layer *layers, int64_t num_layers, const int64_t *block
 /* k and v: in the dtype of the pool, or, of quantized planes and of KV_F8, any. */
 void kv_gather(const kv_isa *isa, const kv_layer *layer, const int64_t *blocks, int64_t num_tokens, const kv_tokens *k,
                const kv_tokens *v, int num_threads);
-void kv_zero(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int num_threads);
-/* data: [num_blocks, block_nbytes] in the portable order: layer, stored plane, position, head, element. */
-void kv_export(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, char *data,
-               int num_threads);
-void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, const char *data,
-               int num_threads);
+/* What is done to whole blocks. data: [num_blocks, block_nbytes] in the portable order: layer, stored plane, position,
+ * head, element. */
+typedef enum { KV_ZERO, KV_EXPORT, KV_IMPORT } kv_task;
+void kv_blocks(kv_task task, const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks,
+               char *data, int num_threads);
 
 /* The yardstick: reads every byte once with the widest loads of the instruction set and adds them up as floats. */
-float kv_read_sum(const kv_isa *isa, const char *const *ranges, const int64_t *nbytes, int64_t num_ranges,
-                  int num_threads);
+float kv_read_sum(const kv_isa *isa, const char *bytes, int64_t nbytes, int num_threads);
 
 /* -------- threads (threads.c): one set of workers per process -------- */
 

@@ -95,6 +95,7 @@ struct sweep {
     void (*visit)(const sweep *job, const kv_layer *layer, int index, int64_t row);
     const kv_layer *layers;
     const int64_t *rows; /* of block ids, or of (src, dst, num_tokens) */
+    kv_task task;
     char *data;          /* what is exported or imported */
     int64_t num_rows, num_pieces; /* num_pieces: of a layer */
     int64_t at[MOST_PIECES];      /* where a piece begins in what a row of `data` has of a layer */
@@ -149,25 +150,21 @@ static void zero_visit(const sweep *job, const kv_layer *layer, int index, int64
     zero_box(p->base + job->rows[row] * p->block, tokens, heads, p->run);
 }
 
-/* Where a row of `data` has this piece of this layer. */
-static char *data_at(const sweep *job, const kv_layer *layer, int index, int64_t row) {
-    return job->data + row * job->row_nbytes + (layer - job->layers) * job->layer_nbytes + job->at[index];
-}
-
-static void export_visit(const sweep *job, const kv_layer *layer, int index, int64_t row) {
+/* To or from where a row of `data` has this piece of this layer. */
+static void data_visit(const sweep *job, const kv_layer *layer, int index, int64_t row) {
     piece pieces[MOST_PIECES], *p = &pieces[index];
     layer_pieces(layer, pieces);
-    const axis tokens = {layer->block_size, layer->num_kv_heads * p->run, p->slot};
-    const axis heads = {layer->num_kv_heads, p->run, p->head};
-    copy_box(data_at(job, layer, index, row), p->base + job->rows[row] * p->block, tokens, heads, bytes_of(p), 1);
-}
-
-static void import_visit(const sweep *job, const kv_layer *layer, int index, int64_t row) {
-    piece pieces[MOST_PIECES], *p = &pieces[index];
-    layer_pieces(layer, pieces);
-    const axis tokens = {layer->block_size, p->slot, layer->num_kv_heads * p->run};
-    const axis heads = {layer->num_kv_heads, p->head, p->run};
-    copy_box(p->base + job->rows[row] * p->block, data_at(job, layer, index, row), tokens, heads, bytes_of(p), 1);
+    char *data = job->data + row * job->row_nbytes + (layer - job->layers) * job->layer_nbytes + job->at[index];
+    char *block = p->base + job->rows[row] * p->block;
+    const int64_t token = layer->num_kv_heads * p->run; /* bytes of one in `data` */
+    axis tokens = {layer->block_size, p->slot, token}, heads = {layer->num_kv_heads, p->head, p->run};
+    if (job->task == KV_IMPORT) {
+        copy_box(block, data, tokens, heads, bytes_of(p), 1);
+        return;
+    }
+    tokens = (axis){tokens.count, token, p->slot};
+    heads = (axis){heads.count, p->run, p->head};
+    copy_box(data, block, tokens, heads, bytes_of(p), 1);
 }
 
 void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *copies, int64_t num_copies,
@@ -176,21 +173,10 @@ void kv_copy_blocks(const kv_layer *layers, int64_t num_layers, const int64_t *c
     run_sweep(job, num_layers, num_threads);
 }
 
-void kv_zero(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int num_threads) {
-    const sweep job = {.visit = zero_visit, .layers = layers, .rows = blocks, .num_rows = num_blocks};
-    run_sweep(job, num_layers, num_threads);
-}
-
-void kv_export(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, char *data,
-               int num_threads) {
-    const sweep job = {.visit = export_visit, .layers = layers, .rows = blocks, .num_rows = num_blocks, .data = data};
-    run_sweep(job, num_layers, num_threads);
-}
-
-void kv_import(const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, const char *data,
-               int num_threads) {
-    sweep job = {.visit = import_visit, .layers = layers, .rows = blocks, .num_rows = num_blocks};
-    job.data = (char *)data; /* read only by this visit */
+void kv_blocks(kv_task task, const kv_layer *layers, int64_t num_layers, const int64_t *blocks, int64_t num_blocks,
+               char *data, int num_threads) {
+    const sweep job = {.visit = task == KV_ZERO ? zero_visit : data_visit, .task = task, .layers = layers,
+                       .rows = blocks, .num_rows = num_blocks, .data = data};
     run_sweep(job, num_layers, num_threads);
 }
 

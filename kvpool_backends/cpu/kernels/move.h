@@ -35,13 +35,11 @@ static void gather_elements(char *dst, const char *src, int64_t size, int64_t st
 static void convert(char *dst, kv_dtype to, const char *src, kv_dtype from, int64_t stride, int64_t n) {
     if (to == from && stride == 1) memcpy(dst, src, (size_t)(n * kv_itemsize(to)));
     else if (to == from) gather_elements(dst, src, kv_itemsize(to), stride, n);
-    else if (to == KV_F8 && from == KV_F32) convert_run(dst, KV_F8, src, KV_F32, stride, n);
-    else if (to == KV_F8 && from == KV_F16) convert_run(dst, KV_F8, src, KV_F16, stride, n);
-    else if (to == KV_F8) convert_run(dst, KV_F8, src, KV_BF16, stride, n);
-    else if (to == KV_BF16 && from == KV_F32) convert_run(dst, KV_BF16, src, KV_F32, stride, n);
-    else if (to == KV_F16 && from == KV_F32) convert_run(dst, KV_F16, src, KV_F32, stride, n);
-    else if (to == KV_BF16 && from == KV_F16) convert_run(dst, KV_BF16, src, KV_F16, stride, n);
-    else if (to == KV_F16 && from == KV_BF16) convert_run(dst, KV_F16, src, KV_BF16, stride, n);
-    else if (from == KV_F16) convert_run(dst, KV_F32, src, KV_F16, stride, n);
-    else convert_run(dst, KV_F32, src, KV_BF16, stride, n);
+#define CONVERT(TO, FROM) \
+    else if (to == KV_##TO && from == KV_##FROM) convert_run(dst, KV_##TO, src, KV_##FROM, stride, n);
+    CONVERT(F32, F16) CONVERT(F32, BF16)
+    CONVERT(F16, F32) CONVERT(F16, BF16)
+    CONVERT(BF16, F32) CONVERT(BF16, F16)
+    CONVERT(F8, F32) CONVERT(F8, F16) CONVERT(F8, BF16)
+#undef CONVERT
 }

@@ -269,6 +269,14 @@ KV_INLINE void v_spread(vf x, float *to) {
 
 /* -------- functions -------- */
 
+/* c[0] * x^(n - 1) + ... + c[n - 1]; n is a constant. */
+KV_INLINE vf v_polynomial(const float *c, const int n, vf x) {
+    vf p = v_set(c[0]);
+    KV_UNROLL
+    for (int i = 1; i < n; i++) p = v_fma(p, x, v_set(c[i]));
+    return p;
+}
+
 /* exp within 2 ulp for x <= 88 (larger: exp(88)); 0 below -87.3, so exp(-inf) = 0; NaN stays.
  * Range reduction and polynomial of Cephes' expf (S. Moshier). */
 KV_INLINE vf v_exp(vf x) {
@@ -279,13 +287,9 @@ KV_INLINE vf v_exp(vf x) {
     vf n = shifted - magic;
     vf r = v_fma(n, v_set(-0.693359375f), y);
     r = v_fma(n, v_set(2.12194440e-4f), r);
-    vf p = v_set(1.9875691500e-4f);
-    p = v_fma(p, r, v_set(1.3981999507e-3f));
-    p = v_fma(p, r, v_set(8.3334519073e-3f));
-    p = v_fma(p, r, v_set(4.1665795894e-2f));
-    p = v_fma(p, r, v_set(1.6666665459e-1f));
-    p = v_fma(p, r, v_set(5.0000001201e-1f));
-    p = v_fma(p, r * r, r) + 1.0f;
+    static const float c[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                              1.6666665459e-1f, 5.0000001201e-1f};
+    const vf p = v_fma(v_polynomial(c, 6, r), r * r, r) + 1.0f;
     vf power = (vf)(((vi)shifted << 23) + (127 << 23)); /* the magic's own bits are shifted out */
     return (vf)((vi)(p * power) & ~(vi)(x < -87.3f));
 }
@@ -294,12 +298,9 @@ KV_INLINE vf v_exp(vf x) {
 KV_INLINE vf v_tanh(vf x) {
     const vi sign_bit = (vi)v_set(-0.0f);
     vf size = (vf)((vi)x & ~sign_bit), z = x * x;
-    vf p = v_set(-5.70498872745e-3f);
-    p = v_fma(p, z, v_set(2.06390887954e-2f));
-    p = v_fma(p, z, v_set(-5.37397155531e-2f));
-    p = v_fma(p, z, v_set(1.33314422036e-1f));
-    p = v_fma(p, z, v_set(-3.33332819422e-1f));
-    vf near = v_fma(p * z, x, x);
+    static const float c[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                              -3.33332819422e-1f};
+    vf near = v_fma(v_polynomial(c, 5, z) * z, x, x);
     vf far = 1.0f - 2.0f / (v_exp(size + size) + 1.0f);
     far = (vf)((vi)far | ((vi)x & sign_bit));
     return v_select(size < 0.625f, near, far);

@@ -1,25 +1,20 @@
-"""The memory that one call is given: buffers taken, described and given back, integers read.
+"""The memory that one call is given: buffers taken, described and given back, integers read. Part of `_kernels`.
 
 A `Py_buffer` is read as it is, not through a typed memoryview: MLX describes bfloat16 by a format that Cython does
 not know. uint16 is taken for bfloat16 too, which numpy lacks.
 """
-from cpython.buffer cimport (
-    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_RECORDS_RO, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release,
-    PyObject_CheckBuffer, PyObject_GetBuffer,
-)
-from cpython.unicode cimport PyUnicode_AsUTF8
-from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
-from libc.stdlib cimport calloc, free, llabs
-from libc.string cimport strcmp
-
-from kvpool._core cimport current_process
-
-from kvpool.errors import ConcurrentUse
 
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void** data, size_t alignment, size_t nbytes)
 
-cdef extern from *:
+cdef extern from *:             # words that several threads use at once; of gcc and clang
+    const int RELAXED "__ATOMIC_RELAXED"
+    const int ACQUIRE "__ATOMIC_ACQUIRE"
+    const int RELEASE "__ATOMIC_RELEASE"
+    int load_int "__atomic_load_n"(int* at, int order) nogil
+    void store_int "__atomic_store_n"(int* at, int value, int order) nogil
+    int64_t load_size "__atomic_load_n"(int64_t* at, int order) nogil
+    void store_size "__atomic_store_n"(int64_t* at, int64_t value, int order) nogil
     unsigned load_flag "__atomic_load_n"(unsigned* at, int order) nogil
     void store_flag "__atomic_store_n"(unsigned* at, unsigned value, int order) nogil
     bint swap_flag "__atomic_compare_exchange_n"(unsigned* at, unsigned* seen, unsigned value, bint weak, int order,
@@ -28,8 +23,39 @@ cdef extern from *:
     void store_name "__atomic_store_n"(const char** at, const char* name, int order) nogil
 
 
+cdef enum Kind:                 # of the elements of a buffer
+    OTHER
+    FLOAT64
+    FLOAT32
+    FLOAT16
+    BFLOAT16
+    INT64
+    INT32
+    UINT8
+    BOOL
+
+cdef enum:
+    MOST_BUFFERS = 9            # that a call takes: q, out, tables, two kinds of lengths, sinks, slopes, mask, scores
+
+
+cdef struct Extent:
+    uintptr_t begin, end        # bytes; equal when there are none
+
+
+cdef struct Scratch:
+    char* data                  # aligned to 64 bytes
+    int64_t nbytes              # only the caller that is inside the store changes it, anybody may read it
+
+
 cdef class Arguments:
     """The buffers that one call at a time holds. A call is `begin`, any number of `take`, and `end` in any case."""
+
+    cdef Py_buffer[MOST_BUFFERS] views
+    cdef int count
+    cdef unsigned busy          # 0, or the number of the process that is inside a call
+    cdef str call
+    cdef const char* inside     # the same for other threads: its letters are a constant of the module
+    cdef list names             # of the buffers
 
     def __cinit__(self):
         self.names = [None] * MOST_BUFFERS
@@ -126,6 +152,9 @@ cdef int64_t span_below(const Py_buffer* view, int dimension) noexcept nogil:
 
 cdef class Bases:
     """Buffers, held as long as this object lives; contiguous ones unless they are taken as strided."""
+
+    cdef Py_buffer* views
+    cdef int64_t count
 
     def __dealloc__(self):
         while self.count > 0:
@@ -236,6 +265,10 @@ cdef bint overlap(Extent a, Extent b) noexcept nogil:
 
 
 # ---------------------------------------------------------------------- integers, scratch
+
+cdef inline int64_t int_at(const char* at, int itemsize) noexcept nogil:
+    return (<const int64_t*>at)[0] if itemsize == 8 else (<const int32_t*>at)[0]
+
 
 cdef void copy_ints(int64_t* out, const Py_buffer* view) noexcept nogil:
     """All elements of an int32 or int64 buffer of one or two dimensions, row after row."""

@@ -1,24 +1,10 @@
-"""The arguments of `BlockStore.attend`: from arrays of any kind to the struct that kernels take.
+"""The arguments of `BlockStore.attend`: from arrays of any kind to the struct that kernels take. Part of `_kernels`.
 
-First `take_inputs` holds every array and checks types and shapes; then `lists_nbytes` says how much memory lengths and
-options need as the kernels want them, `read_inputs` copies them to there and checks the copies; then `read_tables` does
-the same with the block ids. So the kernels see nothing that another thread may still write, except numbers that cannot
-lead astray (tokens, a float mask). Lengths cost O(rows), ids a copy and a vectorised pass over the blocks in use.
+First `take_inputs` holds every array and checks types and shapes; then `read_inputs` copies lengths and checks the
+copies; then `read_tables` does the same with the block ids. So the kernels see nothing that another thread may still
+write, except numbers that cannot lead astray (tokens, options). Lengths cost O(rows), ids a copy and a vectorised pass
+over the blocks in use.
 """
-import threading
-
-from cpython.object cimport PyObject
-from libc.math cimport INFINITY, isfinite, sqrt
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
-from libc.string cimport memcpy
-
-from kvpool._core cimport to_int
-from kvpool_backends.cpu._arguments cimport (
-    BFLOAT16, BOOL, FLOAT16, FLOAT32, FLOAT64, Arguments, any_outside, copy_ints, format_of, int_at, kind_of, shape_of,
-)
-from kvpool_backends.cpu.kvcpu cimport KV_BF16, KV_F16, KV_F32, KV_MASS, KV_RAW, kv_attention, kv_tokens
-
-
 cdef extern from "Python.h":
     int run_signal_handlers "PyErr_CheckSignals"() noexcept
     unsigned long get_ident "PyThread_get_thread_ident"() noexcept
@@ -28,6 +14,14 @@ cdef extern from "unistd.h":
     int getpid() noexcept
 
 cdef unsigned long main_thread = threading.main_thread().ident
+
+
+cdef struct Inputs:
+    const Py_buffer* tables
+    const Py_buffer* seq_lens
+    const Py_buffer* cu_q_lens
+    const Py_buffer* mask               # NULL where there is none
+    const Py_buffer* scores
 
 
 cdef const Py_buffer* take_tokens(kv_tokens* tokens, Arguments arguments, object value, str name, int64_t num_tokens,
@@ -51,15 +45,15 @@ cdef int64_t element_stride(const Py_buffer* view, int dimension) noexcept:
     return view.strides[dimension] // view.itemsize if view.shape[dimension] > 1 else 0
 
 
-cdef float to_float32(object value, str name) except? -1:
+cdef float to_scale(object value) except? -1:
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__") and not hasattr(value, "__index__"):
-        raise TypeError(f"[attend] {name} must be a float, got {type(value).__name__}")
+        raise TypeError(f"[attend] scale must be a float, got {type(value).__name__}")
     try:
         number = float(value)
     except OverflowError:
         number = float("inf")
     if not isfinite(<float>number):
-        raise ValueError(f"[attend] {name} is {number}, it must be finite in float32")
+        raise ValueError(f"[attend] scale is {number}, it must be finite in float32")
     return <float>number
 
 
@@ -72,13 +66,13 @@ cdef int take_inputs(Inputs* inputs, kv_attention* call, Arguments arguments, ob
     inputs.tables = arguments.take_ints(block_tables, "block_tables", 2)
     inputs.seq_lens = arguments.take_ints(seq_lens, "seq_lens", 1)
     inputs.cu_q_lens = arguments.take_ints(cu_q_lens, "cu_q_lens", 1)
-    inputs.sinks = inputs.slopes = inputs.mask = inputs.scores = NULL
+    inputs.mask = inputs.scores = NULL
     num_rows = inputs.seq_lens.shape[0]
     arguments.check_shape(inputs.cu_q_lens, "cu_q_lens", num_rows + 1)
     if inputs.tables.shape[0] < num_rows:
         raise ValueError(f"[attend] block_tables must have shape [{num_rows}, W], got {shape_of(inputs.tables)}")
     call.num_rows = num_rows
-    call.scale = <float>(1 / sqrt(<double>call.layer.k.dim)) if scale is None else to_float32(scale, "scale")
+    call.scale = <float>(1 / sqrt(<double>call.layer.k.dim)) if scale is None else to_scale(scale)
     call.window = INT64_MAX
     if options is not None:
         take_options(inputs, call, arguments, options)
@@ -86,45 +80,29 @@ cdef int take_inputs(Inputs* inputs, kv_attention* call, Arguments arguments, ob
 
 
 cdef int take_options(Inputs* inputs, kv_attention* call, Arguments arguments, object options) except -1:
-    try:
-        window, soft_cap, mask = options.window, options.soft_cap, options.mask
-        sinks, slopes = options.sinks, options.alibi_slopes
-    except AttributeError:
-        raise TypeError(f"[attend] options must be an AttentionOptions, got {type(options).__name__}") from None
-    if window is not None:
-        call.window = to_int(window, "attend", "window", 1, INT64_MAX)
-    if soft_cap is not None:
-        call.soft_cap = to_float32(soft_cap, "soft_cap")
-        if call.soft_cap <= 0:
-            raise ValueError(f"[attend] soft_cap is {soft_cap}, it must be > 0 in float32")
-    if sinks is not None:
-        inputs.sinks = take_per_head(call, arguments, sinks, "sinks")
-    if slopes is not None:
-        inputs.slopes = take_per_head(call, arguments, slopes, "alibi_slopes")
+    """Hold the arrays of options, which have checked themselves but for their shapes."""
+    if not isinstance(options, AttentionOptions):
+        raise TypeError(f"[attend] options must be an AttentionOptions, got {type(options).__name__}")
+    mask = options.mask
+    if options.window is not None:
+        call.window = options.window
+    if options.soft_cap is not None:
+        call.soft_cap = options.soft_cap
+    if options.sinks is not None:
+        call.sinks = take_per_head(call, arguments, options.sinks, "sinks")
+    if options.alibi_slopes is not None:
+        call.slopes = take_per_head(call, arguments, options.alibi_slopes, "alibi_slopes")
     if mask is not None:
-        inputs.mask = take_mask(call, arguments, mask)
+        if mask.dtype != bool and mask.strides[mask.ndim - 1] != 4:
+            mask = np.ascontiguousarray(mask)
+        inputs.mask = arguments.take(mask, "mask", mask.ndim)
     return 0
 
 
-cdef const Py_buffer* take_per_head(kv_attention* call, Arguments arguments, object value, str name) except NULL:
-    cdef Py_buffer* view = arguments.take(value, name, 1)
-    cdef int kind = kind_of(view)
-    if kind != FLOAT32 and kind != FLOAT64:
-        raise TypeError(f"[attend] {name} must be float32 or float64, got {format_of(view)}")
+cdef const float* take_per_head(kv_attention* call, Arguments arguments, object value, str name) except NULL:
+    cdef const Py_buffer* view = arguments.take(value, name, 1)
     arguments.check_shape(view, name, call.num_q_heads)
-    return view
-
-
-cdef const Py_buffer* take_mask(kv_attention* call, Arguments arguments, object value) except NULL:
-    cdef int ndim = 3 if getattr(value, "ndim", 2) == 3 else 2
-    cdef Py_buffer* view = arguments.take(value, "mask", ndim)
-    cdef int kind = kind_of(view)
-    if kind != FLOAT32 and kind != BOOL:
-        raise TypeError(f"[attend] mask must be float32 or bool, got {format_of(view)}")
-    if view.shape[0] != call.num_tokens or (ndim == 3 and view.shape[1] != 1 and view.shape[1] != call.num_q_heads):
-        raise ValueError(f"[attend] mask must have shape [{call.num_tokens}, C'] or [{call.num_tokens}, "
-                         f"1 or {call.num_q_heads}, C'], got {shape_of(view)}")
-    return view
+    return <const float*>view.buf
 
 
 cdef int take_scores(Inputs* inputs, kv_attention* call, Arguments arguments, object kind, object out) except -1:
@@ -156,52 +134,57 @@ cdef int take_scores(Inputs* inputs, kv_attention* call, Arguments arguments, ob
 
 # ---------------------------------------------------------------------- lists, as the kernels want them
 
-cdef int64_t aligned(int64_t nbytes) noexcept:
-    return (nbytes + 63) // 64 * 64
-
-
 cdef bint in_place(const Py_buffer* view) noexcept:
     """Whether rows of 4-byte elements can stay where they are."""
     cdef int last = view.ndim - 1
     return view.itemsize == 4 and (view.strides[last] == 4 or view.shape[last] <= 1)
 
 
-cdef int64_t elements(const Py_buffer* view) noexcept:
-    return view.len // view.itemsize
-
-
 cdef int64_t lists_nbytes(const Inputs* inputs, const kv_attention* call) noexcept:
-    """Memory for `read_inputs`: known from the shapes alone."""
-    cdef int64_t nbytes = aligned(8 * call.num_rows) + aligned(8 * (call.num_rows + 1))
-    nbytes += 2 * aligned(4 * call.num_q_heads)
-    if inputs.mask != NULL and not in_place(inputs.mask):
-        nbytes += aligned(4 * elements(inputs.mask))
-    return nbytes
+    """Memory for `read_inputs`: lengths, and a mask of bools as floats."""
+    cdef const Py_buffer* mask = inputs.mask
+    return 16 * (call.num_rows + 1) + (4 * mask.len if mask != NULL and mask.itemsize == 1 else 0)
 
 
-cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists) except -1:
-    """Fill and check lengths and options; `lists` has `lists_nbytes`, aligned to 64."""
+cdef int read_inputs(const Inputs* inputs, kv_attention* call, char* lists, object options) except -1:
+    """Fill and check lengths, and what depends on them; `lists` has `lists_nbytes`."""
+    cdef const Py_buffer* mask = inputs.mask
     cdef int64_t longest
     if get_ident() == main_thread:              # others handle no signals, and need not wait for the GIL
         call.ask = has_raised
     call.seq_lens = <int64_t*>lists
-    lists += aligned(8 * call.num_rows)
-    call.cu_q_lens = <int64_t*>lists
-    lists += aligned(8 * (call.num_rows + 1))
+    call.cu_q_lens = call.seq_lens + call.num_rows
     longest = read_lengths(inputs, call)
     if inputs.scores != NULL and inputs.scores.shape[2] < longest:
         raise ValueError(f"[attend] scores_out has {inputs.scores.shape[2]} positions, the longest context has "
                          f"{longest} tokens")
     call.scores.columns = longest
-    if inputs.sinks != NULL:
-        call.sinks = read_per_head(inputs.sinks, <float*>lists, "sinks")
-    lists += aligned(4 * call.num_q_heads)
-    if inputs.slopes != NULL:
-        call.slopes = read_per_head(inputs.slopes, <float*>lists, "alibi_slopes")
-    lists += aligned(4 * call.num_q_heads)
-    if inputs.mask != NULL:
-        read_mask(inputs.mask, call, <float*>lists, longest)
+    if mask != NULL:
+        if (mask.shape[0] != call.num_tokens or mask.shape[mask.ndim - 1] < longest
+                or mask.ndim == 3 and mask.shape[1] != 1 and mask.shape[1] != call.num_q_heads):
+            options.check(call.num_tokens, call.num_q_heads, longest)   # it says what is wrong
+        call.mask = <const float*>mask.buf
+        call.mask_token_stride = element_stride(mask, 0)
+        call.mask_head_stride = element_stride(mask, 1) if mask.ndim == 3 else 0
+        if mask.itemsize == 1:
+            write_mask(mask, call, <float*>(call.cu_q_lens + call.num_rows + 1))
     return 0
+
+
+cdef void write_mask(const Py_buffer* view, kv_attention* call, float* out) noexcept:
+    """A mask of bools as floats, without gaps."""
+    cdef int64_t token, head, c, heads = view.shape[1] if view.ndim == 3 else 1
+    cdef int64_t columns = view.shape[view.ndim - 1], step = view.strides[view.ndim - 1]
+    cdef const char* row
+    call.mask = out
+    call.mask_head_stride = columns if heads > 1 else 0
+    call.mask_token_stride = heads * columns
+    for token in range(view.shape[0]):
+        for head in range(heads):
+            row = <const char*>view.buf + token * view.strides[0] + (head * view.strides[1] if heads > 1 else 0)
+            for c in range(columns):
+                out[c] = 0.0 if row[c * step] else -INFINITY
+            out += columns
 
 
 cdef int64_t read_lengths(const Inputs* inputs, kv_attention* call) except -1:
@@ -272,52 +255,6 @@ cdef inline int check_id(int64_t row, int64_t column, int64_t block, int32_t num
         raise IndexError(f"[attend] block_tables[{row}, {column}] is {block}, the pool has blocks 0 .. "
                          f"{num_blocks - 1}")
     return 0
-
-
-cdef const float* read_per_head(const Py_buffer* view, float* out, str name) except NULL:
-    cdef int64_t head
-    cdef const char* at = <const char*>view.buf
-    for head in range(view.shape[0]):
-        out[head] = (<const float*>at)[0] if view.itemsize == 4 else <float>(<const double*>at)[0]
-        if not isfinite(out[head]):
-            raise ValueError(f"[attend] {name}[{head}] is {out[head]}, it must be finite in float32")
-        at += view.strides[0]
-    return out
-
-
-cdef int read_mask(const Py_buffer* view, kv_attention* call, float* out, int64_t longest) except -1:
-    """A float32 mask of contiguous columns stays in place; another one is written out."""
-    cdef bint heads = view.ndim == 3 and view.shape[1] > 1
-    cdef int last = view.ndim - 1
-    if view.shape[last] < longest:
-        raise ValueError(f"[attend] mask has {view.shape[last]} columns, the longest context has {longest} tokens")
-    if in_place(view):
-        call.mask = <const float*>view.buf
-        call.mask_token_stride = view.strides[0] // 4 if view.shape[0] > 1 else 0
-        call.mask_head_stride = view.strides[1] // 4 if heads else 0
-        return 0
-    call.mask = out
-    call.mask_head_stride = longest if heads else 0
-    call.mask_token_stride = longest * (view.shape[1] if heads else 1)
-    with nogil:
-        write_mask(view, out, view.shape[0], view.shape[1] if heads else 1, longest)
-    return 0
-
-
-cdef void write_mask(const Py_buffer* view, float* out, int64_t num_tokens, int64_t num_heads,
-                     int64_t longest) noexcept nogil:
-    cdef int64_t token, head, c, step = view.strides[view.ndim - 1]
-    cdef const char* row
-    for token in range(num_tokens):
-        for head in range(num_heads):
-            row = <const char*>view.buf + token * view.strides[0] + (head * view.strides[1] if num_heads > 1 else 0)
-            if view.itemsize == 4:
-                for c in range(longest):
-                    out[c] = (<const float*>(row + c * step))[0]
-            else:
-                for c in range(longest):
-                    out[c] = 0.0 if (<const uint8_t*>(row + c * step))[0] else -INFINITY
-            out += longest
 
 
 cdef int has_raised() noexcept with gil:
