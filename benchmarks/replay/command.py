@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.console import CommandError, check_plot, nbytes, whole
+from benchmarks import picture
+from kvpool.cli.console import CommandError, nbytes, whole
+from kvpool.errors import install_command
 
 if TYPE_CHECKING:
     from benchmarks.replay import Result, Trace
@@ -135,9 +137,8 @@ def run(args: argparse.Namespace) -> int:
         "block_size": number(args, "block_size"),
         "concurrency": number(args, "concurrency"),
     }
-    check_plot(args.plot)
-    if args.plot is not None and args.sweep is not None:
-        raise CommandError("--plot draws one replay: leave --sweep out")
+    if args.plot is not None:
+        check_plot(args)
     trace = load_trace(args)
     results = []
     try:
@@ -237,6 +238,17 @@ def load_trace(args: argparse.Namespace) -> Trace:
     except TraceError as exc:
         raise CommandError(str(exc)) from None
     return trace if limit is None else trace.head(limit)
+
+
+def check_plot(args: argparse.Namespace) -> None:
+    """Refuse, before any work, a picture that cannot be drawn."""
+    picture.check("--plot", args.plot)
+    if args.plot.suffix.lower() != ".png":
+        raise CommandError(f"--plot {args.plot}: the picture is a PNG, so its name has to end in .png")
+    if args.sweep is not None:
+        raise CommandError("--plot draws one replay: leave --sweep out")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError(f"--plot needs matplotlib: {install_command('demo')}")
 
 
 def draw(args: argparse.Namespace, trace: Trace, result: Result) -> None:
