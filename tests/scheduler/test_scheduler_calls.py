@@ -287,7 +287,7 @@ def test_refused_request_that_stays_in_the_queue_is_detected(monkeypatch):
         try:
             judge(self, request)
         except RequestRejected:
-            self._core.new_group(request)
+            self._core.new_group(request, False)
             raise
 
     monkeypatch.setattr(Scheduler, "_judge", keep)

@@ -9,6 +9,27 @@ from kvpool import Group, Pool, Request, Scheduler
 from kvpool.scheduler.request import DECODING
 
 
+@pytest.mark.parametrize(
+    ("policy", "priorities", "victim"),
+    [
+        ("last", (0, 0, 0), "c"),
+        ("longest", (0, 0, 0), "a"),
+        *(("priority", (0, 0, 0), "c"), ("priority", (3, 2, 2), "c"), ("priority", (2, 2, 3), "b")),
+        ("priority", (0, 2, 1), "a"),
+    ],
+)
+def test_preempt_policy_names_the_victim(policy, priorities, victim):
+    pool = Pool(12, 2)  # gets too small for three sequences with prompts of 9, 3 and 6 tokens
+    scheduler = Scheduler(pool, watermark=0, preempt=policy)
+    machine = Machine(scheduler, pool)
+    for name, length, priority in zip("abc", (9, 3, 6), priorities, strict=True):
+        scheduler.add(Request(range(length), max_tokens=13, id=name, priority=priority))
+    while not scheduler.stats().preemptions:
+        machine.step()
+    running = {scheduler.request_of(lane).id for lane in scheduler._core.rows.running().tolist()}
+    assert set("abc") - running == {victim}
+
+
 def test_preempt_grower_is_the_sequence_that_finds_no_block():
     """a and b grow in the same step, one block is left, rows are served in order: b finds none."""
     pool = Pool(14, 2)
