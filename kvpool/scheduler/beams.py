@@ -278,8 +278,9 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
         core.drop(sequence)
     free = sorted([lane for at, lane in enumerate(lanes) if at not in parents] + beam.spare)
     beam.live, beam.totals = [], [candidate.total for candidate, _, _ in chosen]
+    core.count[WAITING] += len(chosen)
     for place, (_, tokens, logprobs) in enumerate(chosen):
-        sequence = core.create(group, place)
+        sequence = Sequence(group, place)
         sequence.tokens, sequence.logprobs = tokens, logprobs
         sequence.preemptions, sequence.high = preemptions, computed
         beam.live.append(sequence)

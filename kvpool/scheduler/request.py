@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
@@ -174,13 +173,6 @@ class Request:
         if () in stops:
             raise ValueError(f"[Request] stop[{stops.index(())}] is empty, it needs at least one token")
         return stops
-
-
-def with_id(request: Request, name: Hashable) -> Request:
-    """Return a request like this one, with another id."""
-    other = copy.copy(request)
-    object.__setattr__(other, "id", name)
-    return other
 
 
 class Times(NamedTuple):

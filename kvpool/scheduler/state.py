@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, partial
 from heapq import heapify, heappop, heappush, nsmallest
@@ -32,7 +33,6 @@ from kvpool.scheduler.request import (
     RequestGroup,
     Sequence,
     Times,
-    with_id,
 )
 
 if TYPE_CHECKING:
@@ -92,10 +92,19 @@ class LaneRows:
         self._put_watch(lane, {*request.eos, *(stop[-1] for stop in request.stop)})
         self.width[lane] = request.beam_width
         self.index[lane] = sequence.index
-        self.set_tokens(lane, sequence, sequence.tokens, sequence.logprobs)
+        tokens, logprobs, length = sequence.tokens, sequence.logprobs, len(sequence.tokens)
+        self.make_room(length + 1)
+        self.tokens[lane, :length] = tokens
+        self.generated[lane] = length
+        self.last[lane] = tokens[-1] if length else request.prompt[-1]
+        if self.logprobs is not None or logprobs is not None:
+            kept = self.need_logprobs()
+            kept[lane] = np.nan
+            if logprobs is not None:
+                kept[lane, : len(logprobs)] = logprobs
         self.sequences[lane] = sequence
         sequence.lane = lane
-        sequence.tokens, sequence.logprobs = sequence.tokens[:0], None
+        sequence.tokens, sequence.logprobs = tokens[:0], None
 
     def _put_watch(self, lane: int, tokens: set[int]) -> None:
         if len(tokens) > self.watch.shape[1]:
@@ -105,20 +114,6 @@ class LaneRows:
         self.watch[lane] = -1
         self.watch[lane, : len(tokens)] = sorted(tokens)
         self.watched[lane] = len(tokens)
-
-    def set_tokens(
-        self, lane: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
-    ) -> None:
-        """Replace the generated tokens of a lane."""
-        self.make_room(len(tokens) + 1)
-        self.tokens[lane, : len(tokens)] = tokens
-        self.generated[lane] = len(tokens)
-        self.last[lane] = tokens[-1] if len(tokens) else sequence.group.request.prompt[-1]
-        if self.logprobs is not None or logprobs is not None:
-            kept = self.need_logprobs()
-            kept[lane] = np.nan
-            if logprobs is not None:
-                kept[lane, : len(logprobs)] = logprobs
 
     def make_room(self, width: int) -> None:
         """Let the token buffers hold `width` tokens per lane."""
@@ -397,41 +392,32 @@ class Attempt:
         core.changed = True
 
 
+@dataclass(eq=False)
 class Core:
     """The state of a scheduler. Parameters: see `Scheduler`."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        max_running: int,
-        max_step_tokens: int,
-        prefill_chunk: int,
-        mixed: bool,
-        watermark: int | None,
-        policy: str,
-        tier: Any,
-        clock: Callable[[], float],
-        eviction: Evictor | None,
-        queue: WaitingQueue,
-    ) -> None:
-        self.pool = pool
-        self.max_running = max_running
-        self.max_step_tokens = max_step_tokens
-        self.chunk = min(prefill_chunk, max_step_tokens)
+    pool: Pool
+    max_running: int
+    max_step_tokens: int
+    prefill_chunk: int
+    mixed: bool
+    watermark: int | None
+    policy: str
+    tier: Any
+    clock: Callable[[], float]
+    eviction: Evictor | None
+    queue: WaitingQueue
+
+    def __post_init__(self) -> None:
+        pool, eviction = self.pool, self.eviction
+        self.chunk = min(self.prefill_chunk, self.max_step_tokens)
         self.needs = Needs(pool, self.chunk, eviction)
-        self.mixed = mixed
-        self.watermark = watermark
-        self.policy = policy
-        self.tier = tier
-        self.clock = clock
-        self.eviction = eviction
         self.findable = 2**31 - 1  # most tokens of a prompt that are looked up and committed
         if eviction is not None:  # a sequence begins below its budget
             self.findable = (eviction.policy.max_kv - 1) // self.needs.unit * self.needs.unit
         self.prefix = pool.prefix
         self.has_checkpoints = pool.prefix is not None and self.needs.lets_go
-        self.rows = LaneRows(max_running)
-        self.queue = queue
+        self.rows = LaneRows(self.max_running)
         self.spilled: dict[Sequence, None] = {}  # oldest first
         self.groups: dict[Hashable, RequestGroup] = {}
         self.held: dict[Hashable, RequestGroup] = {}  # of these, requests that wait outside the queue
@@ -609,11 +595,6 @@ class Core:
         self.close_group(sequence.group, 1)
         return self.output(sequence, reason, now)
 
-    def create(self, group: RequestGroup, index: int) -> Sequence:
-        """Make a new sequence, in state WAITING and in no list."""
-        self.count[WAITING] += 1
-        return Sequence(group, index)
-
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence. Its lane stays taken. The caller owns its handle."""
         self.count[sequence.state] -= 1
@@ -640,7 +621,8 @@ class Core:
                 self.next_id += 1
             name = self.next_id
             self.next_id += 1
-            request = with_id(request, name)
+            request = copy(request)
+            object.__setattr__(request, "id", name)  # requests are frozen
         self.ended.pop(name, None)
         group = RequestGroup(request, now)
         self.groups[name] = group
@@ -689,15 +671,12 @@ class Core:
         self.cancelled += 1
 
     def set_length(self, handle: int, tokens: int) -> None:
-        """Set the length of a sequence that has its blocks. Their content comes from a tier."""
+        """Set the length of a sequence that has its blocks. Their content comes from a tier: nothing is computed."""
         if self._length_plan is None:
             self._length_plan = Plan(self.pool, 1, 2**31 - 1, formats=("seq_lens",))
-        self.at_once(self.pool.step, self._length_plan, [handle], tokens)
-
-    def at_once(self, how: Callable[..., None], plan: Plan, *arguments: Any) -> None:
-        """Make a step of the pool in which nothing is computed."""
+        plan = self._length_plan
         try:
-            how(plan, *arguments)
+            self.pool.step(plan, [handle], tokens)
             if plan.is_pending:
                 self.pool.done(plan)
         except BaseException:

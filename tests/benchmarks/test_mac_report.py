@@ -1,4 +1,4 @@
-"""``python -m benchmarks.mac_report``: each part says something, whatever becomes of others. Metal is the stand-in's."""
+"""``python -m benchmarks.mac_report``: each part says something, whatever the others do. Metal is the stand-in's."""
 
 import re
 

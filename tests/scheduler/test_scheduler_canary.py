@@ -21,7 +21,7 @@ from test_scheduler_drafts import drafting
 from kvpool import Pool, Scheduler
 from kvpool.errors import OutOfBlocks
 from kvpool.eviction import Evictor, Memory
-from kvpool.scheduler import beams, drafts, policy, results
+from kvpool.scheduler import beams, policy
 from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.state import Core
@@ -106,41 +106,6 @@ def drafts_are_computed_without_blocks():
         return not isinstance(new, int) or has_room(core, batch, new)
 
     with mock.patch.object(Core, "has_room", always):
-        yield
-
-
-# ---- faults of tokens
-
-
-@fault("plain")
-def eos_at_the_last_token_counts_as_length():
-    why = results.why_ended
-
-    def short(group, tokens):
-        return "length" if len(tokens) >= group.request.max_tokens else why(group, tokens)
-
-    with mock.patch.object(results, "why_ended", short):
-        yield
-
-
-@fault("ahead")
-def ended_row_gets_the_token_of_its_second_step():
-    take_rows = results.take_rows
-
-    def blind(core, step, given, alive, *rest):
-        return take_rows(core, step, given, core.rows.handle[step.lanes] >= 0, *rest)
-
-    with mock.patch.object(results, "take_rows", blind):
-        yield
-
-
-@fault("drafts")
-def right_drafts_are_kept_behind_a_wrong_one():
-    def every(core, lane, sampled):
-        begin = int(core.rows.generated[lane])
-        return int((core.rows.tokens[lane, begin : begin + len(sampled)] == sampled).sum())
-
-    with mock.patch.object(drafts, "_confirmed", every):
         yield
 
 
