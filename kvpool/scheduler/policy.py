@@ -212,13 +212,11 @@ def evict(core: Core, sequence: Sequence) -> None:
     handle = int(rows.handle[lane])
     now = rows.kv_lens(np.array([lane]))
     after = evictor.lens_after(now)
-    if after[0] < now[0]:
-        publish(core, lane)
+    publish(core, lane)
     try:
-        if after[0] < now[0]:
-            evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
-            rows.gone[lane] += now[0] - after[0]
-            core.evicted_tokens += int(now[0] - after[0])
+        evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
+        rows.gone[lane] += now[0] - after[0]
+        core.evicted_tokens += int(now[0] - after[0])
     except OutOfBlocks:
         raise
     except BaseException:

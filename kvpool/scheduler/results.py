@@ -30,8 +30,7 @@ class Given(NamedTuple):
 
     tokens: NDArray[int32]
     logprobs: NDArray[float32] | None
-    beam_tokens: NDArray[int32] | None
-    beam_logprobs: NDArray[float32] | None
+    beams: tuple[NDArray[int32], NDArray[float32]] | None = None
 
 
 def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
@@ -44,7 +43,7 @@ def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
     if beams is None:
         if rows:
             raise ValueError(f"[update] {rows} rows of the step are of beams, beams is missing")
-        return Given(tokens, logprobs, None, None)
+        return Given(tokens, logprobs)
     try:
         beam_tokens, beam_logprobs = beams
     except (TypeError, ValueError):
@@ -57,7 +56,7 @@ def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
     beam_logprobs = _numbers("the logprobs of beams", beam_logprobs, shape)
     if np.isnan(beam_logprobs).any() or (beam_logprobs == np.inf).any():
         raise ValueError("[update] the logprobs of beams must be finite or -inf, one is NaN or +inf")
-    return Given(tokens, logprobs, beam_tokens, beam_logprobs)
+    return Given(tokens, logprobs, (beam_tokens, beam_logprobs))
 
 
 def _tokens(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[int32]:
@@ -137,8 +136,8 @@ def take_rows(core: Core, step: Step, given: Given, still: NDArray[np.bool_], be
     outputs = [core.finish(rows.sequence(lane), reason, now) for lane, reason in ended]
     for lane, ats in fans.items():
         outputs += fork_samples(core, lane, [begin + at for at in ats], given, now)
-    if given.beam_tokens is not None and given.beam_logprobs is not None:
-        outputs += move_beams(core, step, begin, live, given.beam_tokens, given.beam_logprobs, now)
+    if given.beams is not None:
+        outputs += move_beams(core, step, begin, live, *given.beams, now)
     return outputs
 
 
