@@ -263,7 +263,7 @@ NO_TOKENS = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Tenant:
     """A sender of requests, with what was served to it."""
 
@@ -286,7 +286,7 @@ class Tenant:
         return self.base + self.served / self.weight
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class RequestGroup:
     """A request and its sequences."""
 
@@ -310,7 +310,7 @@ class RequestGroup:
         self.forked = self.request.n == 1 or self.request.beam_width > 0
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Sequence:
     """One stream of tokens. While it has a lane, `LaneRows` has its numbers, and `tokens` and `logprobs` are empty."""
 

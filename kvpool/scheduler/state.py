@@ -392,7 +392,7 @@ class Attempt:
         core.changed = True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Core:
     """The state of a scheduler. Parameters: see `Scheduler`."""
 
