@@ -93,6 +93,11 @@ def test_request_of_two_billion_tokens_is_rejected_at_once():
     assert (result.counters["rejected"], result.counters["finished"]) == (1, 1)
 
 
+def test_request_without_answer_gives_one_token():
+    result = replay(make_trace([(5, 0, [0, 1])]), num_blocks=4, concurrency=1)
+    assert (result.counters["finished"], result.counters["decode_tokens"]) == (1, 1)
+
+
 def test_utilization_counts_tokens_against_positions_held():
     """Prompt 5, two tokens, blocks of 4: the end of step 1 sees 6 of 8 positions filled, that of step 2 nothing."""
     occupancy = replay(make_trace([(5, 2, [0, 1])]), num_blocks=4, concurrency=1).occupancy
