@@ -561,13 +561,15 @@ class Scheduler:
         sampled = begin + num_new == rows.prompt[lanes] + rows.generated[lanes]
         at, of, handles = num_new.cumsum()[sampled] - 1, lanes[sampled], rows.handle[lanes]
         if batch is not None:
-            own = rows.ones[: len(batch.lanes)] if new is None else new
-            first = [rows.last[batch.lanes]] if new is None else self._inputs(batch.lanes32, new)
+            decodes = len(batch.lanes)
+            if new is None:
+                first, own, sampled = [rows.last[batch.lanes]], rows.ones[:decodes], batch.lanes32
+            else:
+                first, own, sampled = self._inputs(batch.lanes32, new), new, np.repeat(batch.lanes32, new)
             parts = [*first, *parts]
-            total = int(own.sum())  # of which every one is sampled
-            at, of = np.append(np.arange(total), at + total), np.append(np.repeat(batch.lanes32, own), of)
-            lanes, num_new = np.append(batch.lanes32, lanes), np.append(own, num_new)
-            handles = np.append(batch.handles, handles)
+            at = np.concatenate([np.arange(len(sampled)), at + len(sampled)])
+            of, lanes = np.concatenate([sampled, of]), np.concatenate([batch.lanes32, lanes])
+            num_new, handles = np.concatenate([own, num_new]), np.concatenate([batch.handles, handles])
         return np.concatenate(parts), (lanes, handles, num_new), self._samples(at.astype(np.int32), of)
 
     def _inputs(self, lanes: NDArray[int32], num_new: NDArray[int64]) -> list[NDArray[int32]]:
