@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,10 +152,6 @@ def test_others_that_take_promised_blocks_delay_a_request_and_lose_nothing():
 
 
 def test_tier_on_a_pool_with_windows_or_states_is_refused():
-    class Tier:
-        def spill_to_host(self, handle, blocks): ...
-
-        def prefetch(self, kept, handle, blocks): ...
-
+    tier = SimpleNamespace(spill_to_host=None, prefetch=None)
     with pytest.raises(ValueError, match=r"full groups, this pool has others \(full, window, state\)"):
-        Scheduler(small(), tier=Tier())
+        Scheduler(small(), tier=tier)
