@@ -92,15 +92,13 @@ def spill(core: Core, sequence: Sequence) -> bool:
 
     A beam is never spilled, because it shares blocks; nor is a sequence that has lost tokens or exceeds its budget.
     """
-    if core.tier is None or sequence.group.beam is not None:
-        return False
     lane = sequence.lane
-    if core.eviction is not None and (core.rows.gone[lane] or core.rows.computed[lane] > core.eviction.most):
+    handle, computed = int(core.rows.handle[lane]), int(core.rows.computed[lane])
+    if core.tier is None or sequence.group.beam is not None or not computed:
         return False
-    handle = int(core.rows.handle[lane])
-    if not core.rows.computed[lane]:
+    if core.eviction is not None and (core.rows.gone[lane] or computed > core.eviction.most):
         return False
-    kept = core.tier.spill_to_host(handle, core.tables(handle, int(core.rows.computed[lane])))
+    kept = core.tier.spill_to_host(handle, core.tables(handle, computed))
     if kept is None:
         return False
     core.commit(lane)

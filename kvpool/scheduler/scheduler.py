@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -471,24 +473,16 @@ class Scheduler:
 
     def _prefill_chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
         """Continue running prefills, then spend the rest of the budget on admissions."""
-        core, rows = self._core, self._core.rows
-        chunks: list[tuple[int, int]] = []
+        core, chunks = self._core, list[tuple[int, int]]()
         core.growing = None
-        if core.count[PREFILLING]:
-            for lane in rows.running(PREFILLING).tolist():
-                if budget <= 0 or len(chunks) == most:
-                    return chunks
-                new = min(self._wanted(lane), core.chunk, budget)
-                if new:
-                    chunks.append((lane, new))
-                    budget -= new
-        while budget > 0 and len(chunks) < most and (core.count[WAITING] or core.spilled):
-            admitted = admit_next(core)
-            if admitted is None:
-                break
-            new = min(self._wanted(admitted.lane), core.chunk, budget)
+        if not (core.count[PREFILLING] or core.count[WAITING] or core.spilled):
+            return chunks
+        running = core.rows.running(PREFILLING).tolist() if core.count[PREFILLING] else []
+        lanes = chain(running, (sequence.lane for sequence in iter(partial(admit_next, core), None)))
+        while budget > 0 and len(chunks) < most and (lane := next(lanes, None)) is not None:
+            new = min(self._wanted(lane), core.chunk, budget)
             if new:
-                chunks.append((admitted.lane, new))
+                chunks.append((lane, new))
                 budget -= new
         return chunks
 
