@@ -74,7 +74,7 @@ cross: $(VENV)/built $(VENV)/test  ## compile for macOS and for Linux on AArch64
 	$(PY) -m tests.verify.builds.cross
 
 mac-report: $(VENV)/built $(VENV)/demo  ## on a Mac: what it is, what runs there and how fast, as one block to paste
-	@$(VENV)/bin/kvpool doctor --report
+	@$(PY) -m benchmarks.mac_report
 
 docs: $(VENV)/built $(DOCS)/made  ## the docs site in build/docs, API pages included; a warning or a broken link fails
 	PYTHONPATH=. $(DOCS)/bin/python -m sphinx -q -W --keep-going -b html -d build/docs-read docs build/docs

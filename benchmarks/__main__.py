@@ -42,7 +42,6 @@ LIMITS = {
     "prefix churn, per evicted block, 4,096 blocks": (1_000, None),
     "request: 2k prompt, half of it cached, 200 decode steps": (50_000, None),
 }
-SLOPE_RATIO_MAX = 3
 OTHER_LINES = {"nbytes", "import", "index_nbytes"}  # they have lines of their own
 
 
@@ -94,18 +93,6 @@ def time_lines(records):
             target = f"<= {human(limit)}" + (f", <= {ratio_limit}x" if ratio_limit else "")
             holds = ns["kvpool"] <= limit and (ratio_limit is None or ratio <= ratio_limit)
         yield line(row, cells, target, holds)
-    yield from slope_line(rows)
-
-
-def slope_line(rows):
-    """Return the cost of one more sequence in a decode step, from the smallest to the largest batch."""
-    small, large = (rows.get(f"decode step in order, {n} sequences", {}) for n in (STEP_ROWS[0], STEP_ROWS[-1]))
-    slope = {who: (large[who] - small[who]) / (STEP_ROWS[-1] - STEP_ROWS[0]) for who in large if who in small}
-    if {"kvpool", "floor", "python"} <= slope.keys():
-        ratio = slope["kvpool"] / slope["floor"]
-        cells = [human(slope[who]) for who in ("kvpool", "floor", "python")] + [f"{ratio:.1f}x"]
-        name = f"decode step in order, per sequence ({STEP_ROWS[0]} to {STEP_ROWS[-1]})"
-        yield line(name, cells, f"<= {SLOPE_RATIO_MAX}x", ratio <= SLOPE_RATIO_MAX)
 
 
 def fixed_lines(records):

@@ -8,13 +8,10 @@ import functools
 import importlib.util
 import json
 import os
-import re
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +19,7 @@ import numpy as np
 
 import kvpool
 from benchmarks.baselines import BUILD, HERE, load_c
+from benchmarks.callgrind import counted, is_here, marks
 
 ROWS, STEPS = 64, 256
 BLOCK_SIZE = 16
@@ -98,29 +96,28 @@ def time_ratio(rounds=40):
     return best["capsule"] / best["core"]
 
 
-def instructions(who, steps):
-    """Return the instructions of a process that makes so many steps, by callgrind."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out"
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", sys.executable]
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONMALLOC": "malloc"}
-        subprocess.run(
-            [*command, "-m", "benchmarks.capi_loops", who, str(steps)], check=True, capture_output=True,
-            cwd=HERE.parent, env=environment,
-        )  # fmt: skip
-        return int(re.search(r"^(?:summary|totals): (\d+)", out.read_text(), re.MULTILINE)[1])
-
-
 def instruction_counts():
-    """Return instructions per step of both loops, or None without valgrind: the difference of two runs."""
-    if shutil.which("valgrind") is None:
+    """Return instructions per step of both loops, or None without valgrind."""
+    if not is_here():
         return None
-    return {who: (instructions(who, 2064) - instructions(who, 16)) / 2048 for who in LOOPS}
+    fixed = {"PYTHONHASHSEED": "0", "PYTHONMALLOC": "malloc"}
+    return {who: counted("-m", "benchmarks.capi_loops", who, **fixed)["loop"][0] / STEPS for who in LOOPS}
+
+
+def count(who):
+    """Let callgrind count one run of a loop, after one that it does not count."""
+    (run, _), count = loop(who), marks()
+    run()
+    count.count_prepare()
+    count.count_toggle()
+    run()
+    count.count_toggle()
+    count.count_dump(b"loop")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        loop(sys.argv[1], int(sys.argv[2]))[0]()
+    if len(sys.argv) == 2:
+        count(sys.argv[1])
     else:
         counts = instruction_counts()
         ratio = counts and round(counts["capsule"] / counts["core"], 4)

@@ -16,6 +16,7 @@ import time
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 
+from benchmarks.gate import Gate, as_text, held
 from benchmarks.serving import lm
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.eviction import Eviction
@@ -81,7 +82,7 @@ def decode(model, policy, rows, tokens, steps):
 
 
 def measure(options):
-    """A row for each policy, medians of the passes; policies take turns."""
+    """A gate for each policy, medians of the passes; policies take turns."""
     model, _ = lm.load(options.model)
     sizes = options.rows, options.tokens, options.steps
     made = policies(options.tokens)
@@ -92,7 +93,7 @@ def measure(options):
     for name in made:
         step = statistics.median(step for step, _ in times[name])
         share = statistics.median(inside / step for step, inside in times[name])
-        yield {"policy": name, "ms": step * 1e3, "share": share, "ok": share <= SHARE_MAX}
+        yield Gate(name, share, SHARE_MAX, at_most=True, note=f"{step * 1e3:.2f} ms a step")
 
 
 def main(argv=None):
@@ -105,14 +106,13 @@ def main(argv=None):
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--gates", action="store_true")
     options = parser.parse_args(argv)
-    table = list(measure(options))
+    gates = list(measure(options))
     if options.json:
-        print(json.dumps(table, indent=1))
+        print(json.dumps([gate.as_json() for gate in gates], indent=1))
     else:
-        print(f"decode of {options.rows} x {options.tokens} tokens, {options.model}: ms a step, share of the policy")
-        for row in table:
-            print(f"  {row['policy']:16} {row['ms']:7.2f} ms  {row['share']:6.1%}  {'' if row['ok'] else 'ABOVE'}")
-    return int(options.gates and not all(row["ok"] for row in table))
+        print(f"decode of {options.rows} x {options.tokens} tokens, {options.model}: share of the policy in a step")
+        print(as_text(gates))
+    return int(options.gates and not held(gates))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -88,9 +88,14 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of_python(text: str, module: str, is_package: bool) -> Iterator[tuple[str, str]]:
-    """(module, name) of all imports, also of those in functions and for types alone."""
-    for node in ast.walk(ast.parse(text)):
+def imports_of_python(
+    text: str, module: str, is_package: bool, left_out: Callable[[ast.AST], bool] = lambda node: False
+) -> Iterator[tuple[str, str]]:
+    """(module, name) of all imports, also of those in functions and for types alone, unless they are `left_out`."""
+    nodes: list[ast.AST] = [ast.parse(text)]
+    while nodes:
+        node = nodes.pop()
+        nodes += [child for child in ast.iter_child_nodes(node) if not left_out(child)]
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+
+from kvpool.cli.console import CommandError
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 BLOCKS, BLOCKS_LIGHT, OTHER, OTHER_LIGHT = "#12718a", "#bfe0e6", "#c2571a", "#f6d5bd"
 DASHED = (0, (5, 3))
+
+
+def check(option: str, path: Path) -> None:
+    """Refuse, before any work, a picture that cannot be written."""
+    if path.is_dir():
+        raise CommandError(f"{option} {path}: this is a folder, name a file")
+    if not path.parent.is_dir():
+        raise CommandError(f"{option} {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CommandError(f"{option} {path}: no permission to write it")
 
 
 class Picture:

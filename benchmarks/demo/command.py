@@ -7,13 +7,12 @@ a server that is killed and started again.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
+from benchmarks import picture
 from benchmarks.demo import models, occupancy, restart
 from benchmarks.demo.settings import AllSettings
 from kvpool.cli import demo
-from kvpool.cli.console import CommandError
 from kvpool.cli.demo.report import Part
 
 
@@ -29,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Run all parts and print what they found; 0 if every claim held, else 1."""
     settings = AllSettings(model=args.model, out=args.out, block_size=args.kv_block_size)
     demo.check(settings)
-    check_picture(args.out)
+    picture.check("--out", args.out)
     return demo.show(settings, all_parts(), args.json)
 
 
@@ -37,13 +36,3 @@ def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
     more = [models.SHARED_PROMPT, models.ATTENTION, models.CONVERSATION, models.LAYERS]
     return [*demo.all_parts(), occupancy.PART, *more, restart.PART]
-
-
-def check_picture(out: Path) -> None:
-    """Refuse, before any work, a picture that cannot be written."""
-    if out.is_dir():
-        raise CommandError(f"--out {out}: this is a folder, name a file")
-    if not out.parent.is_dir():
-        raise CommandError(f"--out {out}: there is no folder {out.parent}")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise CommandError(f"--out {out}: no permission to write it")

@@ -12,45 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.console import CommandError, check_plot, nbytes, whole
+from benchmarks import picture
+from kvpool.cli.console import CommandError, nbytes, whole
+from kvpool.errors import install_command
 
 if TYPE_CHECKING:
     from benchmarks.replay import Result, Trace
     from benchmarks.replay.shapes import HybridShape
 
 BLOCK_SIZE = 16
-
-
-def run_groups(args: argparse.Namespace) -> int:
-    """Replay through a pool with the layer groups of a model, and print what happened."""
-    from benchmarks.replay import replay, report
-    from kvpool.errors import CapacityExceeded
-
-    if args.plot is not None:
-        raise CommandError("--plot draws a replay without --groups")
-    concurrency = whole("--concurrency", args.concurrency)
-    size = BLOCK_SIZE if args.block_size is None else whole("--block-size", args.block_size)
-    shape = shape_of(args.groups, size, concurrency)
-    budgets = [budget(args, text, shape) for text in budget_texts(args)]
-    trace = load_trace(args)
-    runs = []
-    try:
-        with progress_bar(len(trace) * len(budgets), quiet=args.json) as show:
-            for index, num_blocks in enumerate(budgets):
-                options: dict[str, Any] = {"num_blocks": num_blocks, "concurrency": concurrency}
-                progress = partial(show, index * len(trace))
-                result = replay(trace, shape=shape, **options, progress=progress)
-                runs.append(report.hybrid_facts(result, shape))
-    except (ValueError, CapacityExceeded, MemoryError) as exc:
-        raise CommandError(str(exc) or "not enough memory for this pool") from None
-    if args.json:
-        facts = {"trace": report.trace_facts(trace), "model": report.shape_facts(shape), "runs": runs}
-        print(json.dumps(facts, indent=2))
-        return 0
-    print(report.describe_trace(trace))
-    print(report.describe_shape(args.groups, shape))
-    print(report.describe_hybrid(runs[0]) if args.sweep is None else report.describe_hybrid_sweep(runs))
-    return 0
 
 
 def shape_of(model: str, block_size: int, concurrency: int) -> HybridShape:
@@ -66,18 +36,22 @@ def shape_of(model: str, block_size: int, concurrency: int) -> HybridShape:
         raise CommandError(f"--groups {model}: {exc}") from None
 
 
-def budget_texts(args: argparse.Namespace) -> list[str]:
-    """Return the budgets as they were given."""
-    if (args.sweep is None) == (args.num_blocks is None):
+def pool_sizes(args: argparse.Namespace, shape: HybridShape | None) -> list[int | None]:
+    """Return the pools to replay, in blocks; None: as many as are always enough."""
+    if args.sweep is not None and args.num_blocks is not None:
+        raise CommandError("--sweep and --num-blocks exclude each other")
+    if args.sweep is not None:
+        return [blocks_of("--sweep", text, shape) for text in args.sweep.split(",")]
+    if args.num_blocks is not None:
+        return [blocks_of("--num-blocks", args.num_blocks, shape)]
+    if shape is not None:
         raise CommandError("--groups needs --num-blocks N, or --sweep N1,N2,...; N is blocks, or a size such as 64GiB")
-    texts: list[str] = [args.num_blocks] if args.sweep is None else args.sweep.split(",")
-    return texts
+    return [None]
 
 
-def budget(args: argparse.Namespace, text: str, shape: HybridShape) -> int:
-    """Return a budget in blocks."""
-    option = "--num-blocks" if args.sweep is None else "--sweep"
-    if text.strip("0123456789 -+") == "":
+def blocks_of(option: str, text: str, shape: HybridShape | None) -> int:
+    """Return a number of blocks; of a model with layer groups it may be a size in bytes."""
+    if shape is None or text.strip("0123456789 -+") == "":
         return whole(option, text)
     return whole(option, str(nbytes(option, text) // shape.block_nbytes))
 
@@ -125,39 +99,38 @@ def run(args: argparse.Namespace) -> int:
         return run_calls(args)
     if args.minimise:
         raise CommandError("--minimise needs --ops FILE")
-    if args.groups is not None:
-        return run_groups(args)
     from benchmarks.replay import replay, report
     from kvpool.errors import CapacityExceeded
 
-    sizes = pool_sizes(args)
-    options: dict[str, Any] = {
-        "block_size": number(args, "block_size"),
-        "concurrency": number(args, "concurrency"),
-    }
-    check_plot(args.plot)
-    if args.plot is not None and args.sweep is not None:
-        raise CommandError("--plot draws one replay: leave --sweep out")
+    block_size, concurrency = number(args, "block_size"), whole("--concurrency", args.concurrency)
+    shape = None if args.groups is None else shape_of(args.groups, block_size or BLOCK_SIZE, concurrency)
+    sizes = pool_sizes(args, shape)
+    if args.plot is not None:
+        check_plot(args)
     trace = load_trace(args)
+    options: dict[str, Any] = {"block_size": block_size, "concurrency": concurrency, "shape": shape}
     results = []
     try:
         with progress_bar(len(trace) * len(sizes), quiet=args.json) as show:
             for index, num_blocks in enumerate(sizes):
                 progress = partial(show, index * len(trace))
-                store = store_of(args, options["block_size"] or trace.block_size or 16)
+                store = store_of(args, block_size or trace.block_size or BLOCK_SIZE)
                 results.append(replay(trace, num_blocks=num_blocks, **options, store=store, progress=progress))
     except (ValueError, CapacityExceeded, MemoryError) as exc:
         raise CommandError(str(exc) or "not enough memory for this pool") from None
     if args.plot is not None:
         draw(args, trace, results[0])
     if args.json:
-        runs = [report.result_facts(result) for result in results]
-        print(json.dumps({"trace": report.trace_facts(trace), "runs": runs}, indent=2))
-    else:
-        print(report.describe_trace(trace))
-        print(report.describe(results[0]) if args.sweep is None else report.describe_sweep(results))
-        if args.plot is not None:
-            print(f"Drawn in {args.plot}")
+        model = {} if shape is None else {"model": report.shape_facts(shape)}
+        runs = [report.result_facts(result, shape) for result in results]
+        print(json.dumps({"trace": report.trace_facts(trace), **model, "runs": runs}, indent=2))
+        return 0
+    print(report.describe_trace(trace))
+    if shape is not None:
+        print(report.describe_shape(args.groups, shape))
+    print(report.describe(results[0], shape) if args.sweep is None else report.describe_sweep(results, shape))
+    if args.plot is not None:
+        print(f"Drawn in {args.plot}")
     return 0
 
 
@@ -209,15 +182,6 @@ def store_of(args: argparse.Namespace, block_size: int) -> Any:
     return MemoryStore(Layout((BlockLayout(block_size, 1, "replay"),), b""), num_blocks)
 
 
-def pool_sizes(args: argparse.Namespace) -> list[int | None]:
-    """Return the pools to replay, in blocks; None: as many as are always enough."""
-    if args.sweep is None:
-        return [number(args, "num_blocks")]
-    if args.num_blocks is not None:
-        raise CommandError("--sweep and --num-blocks exclude each other")
-    return [whole("--sweep", text, 1) for text in args.sweep.split(",")]
-
-
 def load_trace(args: argparse.Namespace) -> Trace:
     """Return the trace that the arguments name."""
     from benchmarks.replay import TraceError, read_trace, synthetic_trace
@@ -237,6 +201,19 @@ def load_trace(args: argparse.Namespace) -> Trace:
     except TraceError as exc:
         raise CommandError(str(exc)) from None
     return trace if limit is None else trace.head(limit)
+
+
+def check_plot(args: argparse.Namespace) -> None:
+    """Refuse, before any work, a picture that cannot be drawn."""
+    if args.groups is not None:
+        raise CommandError("--plot draws a replay without --groups")
+    picture.check("--plot", args.plot)
+    if args.plot.suffix.lower() != ".png":
+        raise CommandError(f"--plot {args.plot}: the picture is a PNG, so its name has to end in .png")
+    if args.sweep is not None:
+        raise CommandError("--plot draws one replay: leave --sweep out")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError(f"--plot needs matplotlib: {install_command('demo')}")
 
 
 def draw(args: argparse.Namespace, trace: Trace, result: Result) -> None:

@@ -25,16 +25,22 @@ def trace_facts(trace: Trace) -> dict[str, Any]:
     }
 
 
-def result_facts(result: Result) -> dict[str, Any]:
+def result_facts(result: Result, shape: HybridShape | None = None) -> dict[str, Any]:
     """Return everything a replay counted, ready for JSON. Utilizations are fractions, costs nanoseconds."""
-    occupancy = result.occupancy
-    steps = max(occupancy.steps, 1)
-    return {
+    facts = {
         "num_blocks": result.num_blocks,
         "block_size": result.block_size,
         "concurrency": result.concurrency,
         **result.counters,
         "hit_rate": result.hit_rate,
+        "ns_per_operation": result.ns_per_operation,
+        "calls": {verb: {"calls": calls, "ns": ns} for verb, (calls, ns) in result.costs.items()},
+    }
+    if shape is not None:
+        return facts | {"nbytes": result.num_blocks * shape.block_nbytes}
+    occupancy = result.occupancy
+    steps = max(occupancy.steps, 1)
+    return facts | {
         "mean_used": occupancy.used_block_steps / steps,
         "mean_sequences": occupancy.sequence_steps / steps,
         "peak_utilization": occupancy.peak_utilization,
@@ -43,8 +49,6 @@ def result_facts(result: Result) -> dict[str, Any]:
         "static_peak_utilization": occupancy.peak_static_utilization,
         "static_mean_utilization": occupancy.mean_static_utilization,
         "static_blocks": result.static_blocks,
-        "ns_per_operation": result.ns_per_operation,
-        "calls": {verb: {"calls": calls, "ns": ns} for verb, (calls, ns) in result.costs.items()},
     }
 
 
@@ -57,19 +61,23 @@ def describe_trace(trace: Trace) -> str:
     )
 
 
-def describe(result: Result) -> str:
+def describe(result: Result, shape: HybridShape | None = None) -> str:
     """Return one replay as aligned lines."""
-    facts = result_facts(result)
+    facts = result_facts(result, shape)
+    if shape is not None:
+        return _describe_groups(facts)
     pool = f"{result.num_blocks:,} blocks of {result.block_size} tokens"
     title = f"Prefix cache: {pool}, at most {result.concurrency} requests at a time"
-    rows = _prefix_rows(facts)
-    rows += [
+    looked_up = facts["hit_tokens"] + facts["computed_tokens"] + facts.get("loaded_tokens", 0)
+    first = percent(facts["first_hit_rate"])
+    rows = [
+        ("hit rate", f"{percent(facts['hit_rate'])} of {looked_up:,} tokens; at first admissions {first}"),
+        *([("loaded tokens", f"{facts['loaded_tokens']:,}")] if "loaded_tokens" in facts else ()),
+        ("computed tokens", f"{facts['computed_tokens']:,}"),
+        *_rows_of_all(facts),
         ("generated tokens", f"{facts['decode_tokens']:,} in {facts['steps']:,} steps"),
         ("blocks in use", f"peak {facts['peak_used']:,}, mean {facts['mean_used']:,.1f}"),
-        (
-            "utilization",
-            f"mean {percent(facts['mean_utilization'])}, peak {percent(facts['peak_utilization'])}",
-        ),
+        ("utilization", f"mean {percent(facts['mean_utilization'])}, peak {percent(facts['peak_utilization'])}"),
         (
             "static reservation",
             f"mean {percent(facts['static_mean_utilization'])},"
@@ -78,11 +86,21 @@ def describe(result: Result) -> str:
         ),
         ("allocator", f"{facts['ns_per_operation']:,.0f} ns per block operation"),
     ]
-    rows += [("", f"{verb}: {_cost(*cost)}") for verb, cost in result.costs.items()]
+    costs = result.costs.items()
+    rows += [("", f"{verb}: {calls:,} calls, {ns / calls / 1e3:,.2f} us each") for verb, (calls, ns) in costs]
     notes = "Utilization: tokens of the running sequences / token positions held for them"
     if facts["peak_utilization"] > 1:
         notes += "; above 100 %, because a block that several sequences share is held once"
     return f"{aligned(title, rows)}\n{notes}."
+
+
+def _rows_of_all(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of any replay."""
+    return [
+        ("evictions", f"{facts['evictions']:,} of {facts['allocs']:,} blocks taken"),
+        ("preemptions", f"{facts['preemptions']:,}"),
+        ("requests", f"{facts['finished']:,} finished, {facts['rejected']:,} rejected (too long for the pool)"),
+    ]
 
 
 def aligned(title: str, rows: Sequence[tuple[str, str]]) -> str:
@@ -91,53 +109,42 @@ def aligned(title: str, rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
-def _prefix_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    looked_up = facts["hit_tokens"] + facts["computed_tokens"] + facts.get("loaded_tokens", 0)
-    first = facts["first_hit_rate"]
-    return [
-        (
-            "hit rate",
-            f"{percent(facts['hit_rate'])} of {looked_up:,} tokens; at first admissions {percent(first)}",
-        ),
-        *([("loaded tokens", f"{facts['loaded_tokens']:,}")] if "loaded_tokens" in facts else ()),
-        ("computed tokens", f"{facts['computed_tokens']:,}"),
-        ("evictions", f"{facts['evictions']:,} of {facts['allocs']:,} blocks taken"),
-        ("preemptions", f"{facts['preemptions']:,}"),
-        (
-            "requests",
-            f"{facts['finished']:,} finished, {facts['rejected']:,} rejected (too long for the pool)",
-        ),
-    ]
-
-
-SWEEP_COLUMNS = {
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "blocks": lambda facts: f"{facts['num_blocks']:,}",
+    "hits": lambda facts: f"{facts['first_hit_tokens']:,}",
+    "of shareable": lambda facts: percent(facts["first_hit_tokens"] / max(facts["shareable_tokens"], 1)),
     "hit rate": lambda facts: percent(facts["hit_rate"]),
     "at first": lambda facts: percent(facts["first_hit_rate"]),
     "computed": lambda facts: f"{facts['computed_tokens']:,}",
+    "checkpoints": lambda facts: f"{facts['checkpoints_taken']:,}",
+    "began at one": lambda facts: f"{facts['checkpoint_hits']:,}",
     "evictions": lambda facts: f"{facts['evictions']:,}",
     "preempted": lambda facts: f"{facts['preemptions']:,}",
     "rejected": lambda facts: f"{facts['rejected']:,}",
+    "bytes": lambda facts: format_nbytes(facts["nbytes"]),
     "steps": lambda facts: f"{facts['steps']:,}",
     "peak used": lambda facts: f"{facts['peak_used']:,}",
     "ns/op": lambda facts: f"{facts['ns_per_operation']:,.0f}",
 }
+OF_GROUPS = ("hits", "of shareable", "checkpoints", "began at one", "bytes")
+NOT_OF_GROUPS = ("hit rate", "at first", "steps", "peak used", "ns/op")
 
 
-def describe_sweep(results: list[Result]) -> str:
-    """Return a table with a line per pool size, and the smallest pool that is enough."""
-    lines = table(SWEEP_COLUMNS, [result_facts(result) for result in results])
+def describe_sweep(results: list[Result], shape: HybridShape | None = None) -> str:
+    """Return a table with a line per pool size, and without layer groups the smallest pool that is enough."""
+    left_out = OF_GROUPS if shape is None else NOT_OF_GROUPS
+    columns = {name: show for name, show in COLUMNS.items() if name not in left_out}
+    lines = table(columns, [result_facts(result, shape) for result in results])
+    if shape is not None:
+        return lines
     enough = smallest_enough(results)
     if enough is None:
-        verdict = "No pool here serves all without preemption at nearly the best hit rate: try larger ones."
-    else:
-        verdict = (
-            f"{enough.num_blocks:,} blocks ({enough.num_blocks * enough.block_size:,} tokens) are enough:"
-            f" nothing preempted or rejected,"
-            f" {percent(enough.counters['first_hit_rate'])} hits at first admissions"
-            f" (at least {GOOD_SHARE:.0%} of the best here)."
-        )
-    return f"{lines}\n{verdict}"
+        return f"{lines}\nNo pool here serves all without preemption at nearly the best hit rate: try larger ones."
+    return (
+        f"{lines}\n{enough.num_blocks:,} blocks ({enough.num_blocks * enough.block_size:,} tokens) are enough: nothing"
+        f" preempted or rejected, {percent(enough.counters['first_hit_rate'])} hits at first admissions"
+        f" (at least {GOOD_SHARE:.0%} of the best here)."
+    )
 
 
 def table(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> str:
@@ -167,10 +174,6 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def _cost(calls: int, ns: int) -> str:
-    return f"{calls:,} calls, {ns / calls / 1e3:,.2f} us each"
-
-
 def shape_facts(shape: HybridShape) -> dict[str, Any]:
     """Return what a model keeps, ready for JSON."""
     return {
@@ -186,19 +189,6 @@ def shape_facts(shape: HybridShape) -> dict[str, Any]:
     }
 
 
-def hybrid_facts(result: Result, shape: HybridShape) -> dict[str, Any]:
-    """Return everything a replay through a pool counted, ready for JSON. Costs are nanoseconds."""
-    return {
-        "num_blocks": result.num_blocks,
-        "nbytes": result.num_blocks * shape.block_nbytes,
-        "concurrency": result.concurrency,
-        **result.counters,
-        "hit_rate": result.hit_rate,
-        "ns_per_operation": result.ns_per_operation,
-        "calls": {verb: {"calls": calls, "ns": ns} for verb, (calls, ns) in result.costs.items()},
-    }
-
-
 def describe_shape(model: str, shape: HybridShape) -> str:
     """Return one line about a model."""
     return (
@@ -207,8 +197,8 @@ def describe_shape(model: str, shape: HybridShape) -> str:
     )
 
 
-def describe_hybrid(facts: dict[str, Any]) -> str:
-    """Return one replay through a pool as aligned lines, from its facts."""
+def _describe_groups(facts: dict[str, Any]) -> str:
+    """Return one replay through a pool with layer groups as aligned lines."""
     title = (
         f"Prefix cache with layer groups: {facts['num_blocks']:,} blocks, {format_nbytes(facts['nbytes'])},"
         f" at most {facts['concurrency']} requests at a time"
@@ -223,28 +213,7 @@ def describe_hybrid(facts: dict[str, Any]) -> str:
         ("different tokens", f"{format_nbytes(facts['unique_nbytes'])} of full attention in all prompts"),
         ("checkpoints", f"{taken:,} taken of {wanted:,} wanted; {facts['checkpoint_hits']:,} admissions began at one"),
         ("written", written),
-        ("evictions", f"{facts['evictions']:,} of {facts['allocs']:,} blocks taken"),
-        ("preemptions", f"{facts['preemptions']:,}"),
-        ("requests", f"{facts['finished']:,} finished, {facts['rejected']:,} rejected (too long for the pool)"),
+        *_rows_of_all(facts),
         ("allocator", f"{facts['ns_per_operation']:,.0f} ns per block operation"),
     ]
     return aligned(title, rows)
-
-
-HYBRID_COLUMNS = {
-    "blocks": lambda facts: f"{facts['num_blocks']:,}",
-    "hits": lambda facts: f"{facts['first_hit_tokens']:,}",
-    "of shareable": lambda facts: percent(facts["first_hit_tokens"] / max(facts["shareable_tokens"], 1)),
-    "computed": lambda facts: f"{facts['computed_tokens']:,}",
-    "checkpoints": lambda facts: f"{facts['checkpoints_taken']:,}",
-    "rejected": lambda facts: f"{facts['rejected']:,}",
-    "bytes": lambda facts: format_nbytes(facts["nbytes"]),
-    "began at one": lambda facts: f"{facts['checkpoint_hits']:,}",
-    "evictions": lambda facts: f"{facts['evictions']:,}",
-    "preempted": lambda facts: f"{facts['preemptions']:,}",
-}
-
-
-def describe_hybrid_sweep(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a table with a line per budget."""
-    return table(HYBRID_COLUMNS, runs)

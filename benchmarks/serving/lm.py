@@ -131,13 +131,11 @@ class StockServer:
         self._answers: Any = ([], [])
 
     def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
-        """Take a request."""
         self.tokens[number] = []
         self._waiting.append((number, prompt.tolist(), max_tokens))
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is not through."""
         return bool(self._numbers or self._waiting)
 
     def tick(self) -> None:
@@ -189,7 +187,6 @@ class StockServer:
         return tick
 
     def settle(self) -> None:
-        """Finish the step that was begun ahead."""
         mx.synchronize(self.generator.stream)
 
     def cache_nbytes(self) -> int:
@@ -232,7 +229,7 @@ class EngineServer:
         return self._update(step, *results)
 
     def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
-        """Take a request. Its listener counts for the engine: it is part of the time of a step."""
+        # The listener counts for the engine: it is part of the time of a step.
         self.engine.submit(Request(prompt, max_tokens, id=number), on_token=self._count)
 
     def _count(self, event: Any) -> None:
@@ -240,20 +237,16 @@ class EngineServer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is not through."""
         return self.engine.num_unfinished > 0
 
     def tick(self) -> None:
-        """One step of the engine."""
         self._tick, self._emitted = Tick(), 0
         self._ended = self.engine.step()
 
     def settle(self) -> None:
-        """Finish the step that was begun ahead."""
         mx.synchronize()
 
     def describe(self) -> Tick:
-        """The last step."""
         for completion in self._ended:
             self.tokens[completion.id] = completion.samples[0].tokens.tolist()
         self._ended = []

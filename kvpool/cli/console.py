@@ -6,14 +6,11 @@ import contextlib
 import importlib.util
 import itertools
 import math
-import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from kvpool.errors import install_command
 
 INT_MAX = 2**31 - 1
 
@@ -57,20 +54,6 @@ def nbytes(option: str, text: str) -> int:
         return parse_nbytes(f"{text}B" if text.isdecimal() else text)
     except ValueError as exc:
         raise CommandError(f"{option} {text}: {str(exc).rpartition('] ')[2]}") from None
-
-
-def check_plot(path: Path | None) -> None:
-    """Refuse a picture that cannot be drawn, before any work."""
-    if path is None:
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        raise CommandError(f"--plot {path}: not a file in a folder that exists")
-    if path.suffix.lower() != ".png":
-        raise CommandError(f"--plot {path}: the picture is a PNG, so its name has to end in .png")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise CommandError(f"--plot {path}: no permission to write it")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError(f"--plot needs matplotlib: {install_command('demo')}")
 
 
 @contextlib.contextmanager

@@ -21,22 +21,13 @@ ISAS = ("portable", "avx2", "avx512", "neon")  # that the CPU kernels are compil
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--report", action="store_true", help="run and measure the Metal kernels too, print Markdown to paste (10 min)"
-    )
+    """It has no options of its own."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the facts; 0 if the core and at least one backend work, else 1."""
     facts = collect()
-    if args.report:
-        from kvpool.cli.report import markdown
-
-        for text in markdown(facts, describe(facts)):
-            print(text, flush=True)
-    else:
-        print(json.dumps(facts, indent=2) if args.json else describe(facts))
+    print(json.dumps(facts, indent=2) if args.json else describe(facts))
     usable = facts["core"]["compiled"] and any(reason is None for reason in facts["backends"].values())
     return 0 if usable else 1
 

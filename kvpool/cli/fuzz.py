@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kvpool
-from kvpool.cli.console import CommandError, whole
+from kvpool.cli.console import CommandError, real, whole
 
 SECONDS = 10.0
 OWN = "kvpool.testing.fuzz_pool:PoolAllocator"  # the installed core
@@ -53,28 +53,15 @@ def run(args: argparse.Namespace) -> int:
 
 def seed_of(text: str) -> int:
     """The seed that was typed."""
-    if not text.isdecimal():
-        raise CommandError(f"--seed {text}: not a whole number from 0 on")
-    return int(text)
+    return whole("--seed", text, 0, 2**63)
 
 
 def limits(args: argparse.Namespace, usual: dict[str, Any]) -> dict[str, Any]:
     """The limit: seconds, calls, or both; `usual` if neither was given."""
-    try:
-        seconds = None if args.seconds is None else float(args.seconds)
-    except ValueError:
-        raise CommandError(f"--seconds {args.seconds}: not a number") from None
-    if seconds is not None and not 0 < seconds < 1e9:
-        raise CommandError(f"--seconds {args.seconds}: out of range, above 0")
-    calls = None
-    if args.ops is not None:
-        try:
-            calls = int(float(args.ops))
-        except (ValueError, OverflowError):
-            raise CommandError(f"--ops {args.ops}: not a number") from None
-        if calls < 1:
-            raise CommandError(f"--ops {args.ops}: out of range, at least 1")
-    return usual if seconds is None and calls is None else {"seconds": seconds, "calls": calls}
+    if args.seconds is None and args.ops is None:
+        return usual
+    seconds = None if args.seconds is None else real("--seconds", args.seconds, 1e-9, 1e9)
+    return {"seconds": seconds, "calls": None if args.ops is None else int(real("--ops", args.ops, 1))}
 
 
 def given(sizes: dict[str, Any]) -> str:
@@ -91,30 +78,14 @@ class Progress:
         self.began = self.last = time.monotonic()
 
     def __call__(self, report: Any) -> None:
-        self.show(report.calls)
-
-    def show(self, calls: int) -> None:
         """Twice a second at most."""
-        now = time.monotonic()
+        calls, now = report.calls, time.monotonic()
         if not sys.stderr.isatty() or now - self.last < 0.5:
             return
         self.last = now
         end = f"{self.limit['seconds']:g} s" if self.limit["seconds"] else f"{self.limit['calls']:,} calls"
         spent = now - self.began
         print(f"\r{spent:6.0f} s of {end}: {calls:,} calls, {calls / spent:,.0f}/s ", end="", file=sys.stderr)
-
-
-def facts_of(report: Any, again: str) -> dict[str, Any]:
-    """The facts of a report, and the command that repeats its finding."""
-    return {
-        "runs": report.runs,
-        "calls": report.calls,
-        "seconds": report.seconds,
-        "finding": report.finding,
-        "script": report.script,
-        "script_fails": report.script_fails,
-        "again": "" if report.finding is None else again,
-    }
 
 
 # ---- targets -----------------------------------------------------------------------------------------------
@@ -216,7 +187,9 @@ def _fuzz(target: str, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) 
         more = {"cases": report.cases}
     named = "" if target == OWN else f" --target {target}"
     again = f"kvpool fuzz{named} --seed {report.seed} --ops 1{given(sizes)}"
-    return {"target": target, **more, **facts_of(report, again)}
+    names = ("runs", "calls", "seconds", "finding", "script", "script_fails")
+    facts = {name: getattr(report, name) for name in names}
+    return {"target": target, **more, **facts, "again": "" if report.finding is None else again}
 
 
 # ---- words -------------------------------------------------------------------------------------------------

@@ -38,35 +38,20 @@ class Candidate(NamedTuple):
 
 
 class Beam:
-    """One beam search.
-
-    Attributes
-    ----------
-    live : list of Sequence
-        Unfinished hypotheses, best first. The first stands for all in the waiting queue.
-    totals : list of float
-        Sum of the logprobs of each live hypothesis.
-    done : list of Hypothesis
-        The best `width` finished hypotheses, best first.
-    spare : list of int
-        Lanes that the beam holds and does not use. A running beam holds `width` lanes.
-    held : list of int
-        Handles that hold the blocks of hypotheses 1, 2, ... until the tokens they have in common are computed.
-    common : int
-        Tokens (whole blocks) that hypotheses 1, 2, ... will share with the first.
-    """
+    """One beam search. A running one holds `width` lanes."""
 
     __slots__ = ("admitted", "common", "done", "group", "held", "live", "spare", "totals", "width")
 
     def __init__(self, group: RequestGroup) -> None:
         self.group = group
         self.width = group.request.beam_width
-        self.live = [group.sequences[0]]
-        self.totals = [0.0]
-        self.done: list[Hypothesis] = []
-        self.spare: list[int] = []
+        self.live = [group.sequences[0]]  # unfinished, best first; the first stands for all in the waiting queue
+        self.totals = [0.0]  # sum of the logprobs of each live hypothesis
+        self.done: list[Hypothesis] = []  # the best `width` finished ones, best first
+        self.spare: list[int] = []  # lanes that the beam holds and does not use
+        # Handles that hold the blocks of hypotheses 1, 2, ... until the tokens that they have in common are computed.
         self.held: list[int] = []
-        self.common = 0
+        self.common = 0  # tokens (whole blocks) that hypotheses 1, 2, ... will share with the first
         self.admitted = 0
 
     # -- admission and preemption
@@ -171,7 +156,7 @@ class Beam:
             sequence.preemptions += 1
         core.preemptions += len(self.live)
         self.give_back(core)
-        core.wait(self.live[0], front=True)
+        core.queue.push(self.live[0], front=True)
 
     def close(self, core: Core) -> None:
         """Close the handles of the live hypotheses. `held` has those of all but the first."""
@@ -293,8 +278,9 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
         core.drop(sequence)
     free = sorted([lane for at, lane in enumerate(lanes) if at not in parents] + beam.spare)
     beam.live, beam.totals = [], [candidate.total for candidate, _, _ in chosen]
+    core.count[WAITING] += len(chosen)
     for place, (_, tokens, logprobs) in enumerate(chosen):
-        sequence = core.create(group, place)
+        sequence = Sequence(group, place)
         sequence.tokens, sequence.logprobs = tokens, logprobs
         sequence.preemptions, sequence.high = preemptions, computed
         beam.live.append(sequence)

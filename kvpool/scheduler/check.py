@@ -35,13 +35,11 @@ def check(core: Core, out: list[Step]) -> None:
 
 
 def require(holds: object, what: str) -> None:
-    """Raise unless it holds."""
     if not holds:
         raise CorruptState(f"[check] {what}")
 
 
 def name(sequence: Sequence) -> str:
-    """Name a sequence in a message."""
     return f"request {sequence.group.id!r}[{sequence.index}]"
 
 

@@ -24,24 +24,14 @@ _free = attrgetter("free")
 
 
 class Layers(NamedTuple):
-    """A layer group as the pool understands it.
-
-    Attributes
-    ----------
-    reach : int
-        Tokens that a step may find held behind its first new one. -1: all.
-    kept : int
-        Entries that a window never lets go.
-    budget : int
-        Most tokens that a sequence has here. Evicted tokens do not count.
-    """
+    """A layer group as the pool understands it."""
 
     group: Group
     arena: int
     block_size: int
-    reach: int
-    kept: int
-    budget: int
+    reach: int  #: tokens that a step may find held behind its first new one; -1: all
+    kept: int  #: entries that a window never lets go
+    budget: int  #: most tokens that a sequence has here; evicted tokens do not count
 
 
 class Needs:
@@ -54,23 +44,6 @@ class Needs:
         Most tokens of a sequence in one step.
     eviction : Evictor, optional
         Limits what a sequence has in the evictor's group to its budget and one chunk.
-
-    Attributes
-    ----------
-    lets_go : bool
-        Some group is not full: its blocks leave a sequence that runs, and it has checkpoints.
-    usable : list of int
-        Blocks that one request may have, if nobody else has any.
-    reserve : list of int
-        Blocks that every admission leaves: the pool's own watermark.
-    nothing : list of int
-        No blocks.
-    checkpoint : list of int
-        Blocks of the states of one checkpoint.
-    unit : int
-        Tokens of the largest block. A length that is a multiple of it shares no part of a block.
-    evicting : Layers or None
-        The group that tokens are evicted from.
     """
 
     def __init__(self, pool: Pool, chunk: int, eviction: Evictor | None = None) -> None:
@@ -79,14 +52,16 @@ class Needs:
         self._chunk = chunk
         self._lookahead = options.lookahead
         self._in_place = options.in_order  # a state that one sequence has is written where it is
+        # Where some group is not full, its blocks leave a sequence that runs, and it has checkpoints.
         self.lets_go = any(group.kind != "full" for group in options.groups)
         arenas = zip(options.groups, arenas_of(options.groups), strict=True)
         self._layers = [_layers(group, arena, pool.block_size) for group, arena in arenas]
-        self.evicting: Layers | None = None
+        self.evicting: Layers | None = None  # the group that tokens are evicted from
         if eviction is not None:
             self.evicting = self._layers[eviction.group]._replace(budget=eviction.most + chunk)
             self._layers[eviction.group] = self.evicting
         self.num_arenas = 1 + max(layers.arena for layers in self._layers)
+        # Tokens of the largest block: a length that is a multiple of it shares no part of a block.
         self.unit = max(layers.block_size for layers in self._layers)
         self.nothing = [0] * self.num_arenas
         self._states = self.nothing.copy()  # 1: an arena of state slots
@@ -94,12 +69,13 @@ class Needs:
         for layers in self._layers:
             self._states[layers.arena] = int(layers.group.kind == "state")
             self._columns[layers.arena] += layers.group.columns * (layers.group.kind != "state")
-        self.checkpoint = self.nothing.copy()
+        self.checkpoint = self.nothing.copy()  # blocks of the states of one checkpoint
         self.checkpoint[0] = sum(layers.group.blocks for layers in self._layers)
         self._growing = [int(columns > 0) for columns in self._columns]  # 1: an arena of blocks
-        self.reserve = self.nothing.copy()
+        self.reserve = self.nothing.copy()  # blocks that every admission leaves: the pool's own watermark
         self.reserve[0] = options.watermark
         stats = [pool.stats(arena) for arena in range(self.num_arenas)]
+        # Blocks that one request may have, if nobody else has any.
         self.usable = [one.num_blocks - one.reserved - kept for one, kept in zip(stats, self.reserve, strict=True)]
 
     def free(self) -> list[int]:

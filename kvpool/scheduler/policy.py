@@ -9,9 +9,10 @@ from operator import add, sub
 
 import numpy as np
 
-from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected
+from kvpool.errors import OutOfBlocks, OutOfSequences
 from kvpool.scheduler.request import DECODING, PREFILLING, SPILLED, Request, Sequence
 from kvpool.scheduler.state import Attempt, Core, DecodeBatch
+from kvpool.stats import PoolStats
 
 POLICIES = ("last", "longest", "grower", "priority")
 LOOK = 4  # requests that are tried, while the first in line finds no room
@@ -58,14 +59,14 @@ def starved(core: Core, text: str, arena: int) -> OutOfBlocks:
     """Return the error of a request that runs alone, which needs more of an arena than others of the pool left."""
     stats = core.pool.stats(arena)
     where = f" in arena {arena}" if core.needs.num_arenas > 1 else ""
-    return OutOfBlocks(
-        f"[schedule] {text}{where}: {stats.used} of {stats.num_blocks - stats.reserved} are in use, "
-        "others of the pool hold some",
-        blank=stats.blank,
-        evictable=stats.evictable,
-        limbo=stats.limbo,
-        arena=arena,
-    )
+    used = f"{stats.used} of {stats.num_blocks - stats.reserved} are in use"
+    return out_of_blocks(f"{text}{where}: {used}, others of the pool hold some", stats, arena)
+
+
+def out_of_blocks(text: str, stats: PoolStats, arena: int) -> OutOfBlocks:
+    """Return an error of `schedule` about an arena with these counts."""
+    there = {"blank": stats.blank, "evictable": stats.evictable, "limbo": stats.limbo}
+    return OutOfBlocks(f"[schedule] {text}", **there, arena=arena)
 
 
 def choose_victim(core: Core, policy: str, running: np.ndarray) -> Sequence:
@@ -75,7 +76,9 @@ def choose_victim(core: Core, policy: str, running: np.ndarray) -> Sequence:
         lengths = rows.computed[running]
         lane = running[len(running) - 1 - int(np.argmax(lengths[::-1]))]  # of equals the last admitted
     elif policy == "grower":
-        lane = core.batch().lanes[first_short(core)]
+        lanes, there = core.batch().lanes, core.available()
+        short = (row for row in range(len(lanes)) if core.needs.short(core.growth(lanes[: row + 1]), there) >= 0)
+        lane = lanes[next(short)]  # the first that finds no block; there must be one
     elif policy == "priority":
         lowest = [rows.sequence(at).group.request.priority for at in running]
         lane = running[len(lowest) - 1 - lowest[::-1].index(min(lowest))]
@@ -84,26 +87,18 @@ def choose_victim(core: Core, policy: str, running: np.ndarray) -> Sequence:
     return rows.sequence(lane)
 
 
-def first_short(core: Core) -> int:
-    """Return the row that finds no block. There must be one."""
-    lanes, there, short = core.batch().lanes, core.available(), core.needs.short
-    return next(row for row in range(len(lanes)) if short(core.growth(lanes[: row + 1]), there) >= 0)
-
-
 def spill(core: Core, sequence: Sequence) -> bool:
     """Move a sequence's KV to the tier. Return False if there is no tier or it refuses.
 
     A beam is never spilled, because it shares blocks; nor is a sequence that has lost tokens or exceeds its budget.
     """
-    if core.tier is None or sequence.group.beam is not None:
-        return False
     lane = sequence.lane
-    if core.eviction is not None and (core.rows.gone[lane] or core.rows.computed[lane] > core.eviction.most):
+    handle, computed = int(core.rows.handle[lane]), int(core.rows.computed[lane])
+    if core.tier is None or sequence.group.beam is not None or not computed:
         return False
-    handle = int(core.rows.handle[lane])
-    if not core.rows.computed[lane]:
+    if core.eviction is not None and (core.rows.gone[lane] or computed > core.eviction.most):
         return False
-    kept = core.tier.spill_to_host(handle, core.tables(handle, int(core.rows.computed[lane])))
+    kept = core.tier.spill_to_host(handle, core.tables(handle, computed))
     if kept is None:
         return False
     core.commit(lane)
@@ -125,43 +120,28 @@ def blocks_alone(core: Core, tokens: int) -> list[int]:
     return need
 
 
-def check_eviction(core: Core, request: Request) -> None:
-    """Raise RequestRejected for a request that cannot be combined with eviction."""
-    if core.eviction is not None and request.beam_width:
-        raise RequestRejected(
-            f"[add] a beam keeps every token (beam_width {request.beam_width}), this scheduler evicts: ask for samples",
-            "beam",
-        )
-
-
 def open_with_room(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
     """Open a sequence with the cached part of `tokens`. Return None if there is no room for it.
 
     It needs so many blocks with the cached part. Those that it does not hold yet are promised to it. A checkpoint is
     held until the first step has loaded it. If it leaves no room for that step, the sequence begins without it.
     """
-    try:
-        return open_promised(core, attempt, need, tokens, request)
-    except (OutOfBlocks, OutOfSequences):
-        return None
-
-
-def open_promised(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, request: Request) -> int | None:
-    """Do what `open_with_room` does. It may raise where that returns None."""
     needs, kept, cut = core.needs, blocks_kept(core), request.cut
     if cut is None and len(tokens) > core.findable:
         cut = max(0, len(tokens) - REWRITTEN)
     tokens = tokens[: core.findable + 1]
     is_short = needs.short(need, core.available(), kept) >= 0
-    if core.prefix is None:
-        return None if is_short else attempt.open(core.pool.open, 0, request.namespace)
     most = list(map(add, need, needs.checkpoint))
-    if needs.short(most, core.available(), kept) >= 0 and not fits_found(
-        core, attempt, need, tokens, request.namespace
-    ):
-        return None if is_short else attempt.open(core.pool.open, 0, request.namespace)
-    place, how = cut and min(cut, len(tokens)), {"reserve": False, "again": attempt.again}
-    return attempt.open(core.pool.open, tokens, request.namespace, place, **how)
+    try:
+        if core.prefix is None or (
+            needs.short(most, core.available(), kept) >= 0
+            and not fits_found(core, attempt, need, tokens, request.namespace)
+        ):
+            return None if is_short else attempt.open(core.pool.open, 0, request.namespace)
+        place, how = cut and min(cut, len(tokens)), {"reserve": False, "again": attempt.again}
+        return attempt.open(core.pool.open, tokens, request.namespace, place, **how)
+    except (OutOfBlocks, OutOfSequences):
+        return None
 
 
 def fits_found(core: Core, attempt: Attempt, need: list[int], tokens: np.ndarray, namespace: bytes) -> bool:
@@ -230,13 +210,11 @@ def evict(core: Core, sequence: Sequence) -> None:
     handle = int(rows.handle[lane])
     now = rows.kv_lens(np.array([lane]))
     after = evictor.lens_after(now)
-    if after[0] < now[0]:
-        publish(core, lane)
+    publish(core, lane)
     try:
-        if after[0] < now[0]:
-            evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
-            rows.gone[lane] += now[0] - after[0]
-            core.evicted_tokens += int(now[0] - after[0])
+        evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
+        rows.gone[lane] += now[0] - after[0]
+        core.evicted_tokens += int(now[0] - after[0])
     except OutOfBlocks:
         raise
     except BaseException:

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from operator import index
 from typing import Any, NamedTuple
@@ -176,13 +175,6 @@ class Request:
         return stops
 
 
-def with_id(request: Request, name: Hashable) -> Request:
-    """Return a request like this one, with another id."""
-    other = copy.copy(request)
-    object.__setattr__(other, "id", name)
-    return other
-
-
 class Times(NamedTuple):
     """Times of events of a request, by the scheduler's clock. None: the event did not happen."""
 
@@ -228,12 +220,6 @@ class Output:
     times: Times
 
 
-def ends_with(tokens: NDArray[int32], stops: Iterable[tuple[int, ...]]) -> bool:
-    """Return whether `tokens` end with one of these sequences."""
-    end = tuple(tokens[-END_TOKENS:].tolist())
-    return any(end[-len(stop) :] == stop for stop in stops)
-
-
 class TenantStats(NamedTuple):
     """Requests of a tenant, and the tokens that it was served."""
 
@@ -277,42 +263,22 @@ NO_TOKENS = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Tenant:
-    """A sender of requests, with what was served to it.
+    """A sender of requests, with what was served to it."""
 
-    Attributes
-    ----------
-    served : int
-        Tokens computed for it. Those that a sequence has count when it is admitted, others when they are computed.
-        Hits of the prefix cache do not count. What a preempted sequence computes again does not, either.
-    base : float
-        What `used` has skipped while nothing waited.
-    admitted : int
-        Requests that were admitted: the time by which the others grow older.
-    requests : int
-        Requests that have not ended.
-    new : int
-        Requests that were never admitted.
-    line : list of Sequence
-        Sequences that never ran, by rank: new requests, and samples that found no lane.
-    since : int
-        Number of the request with which the line began.
-    is_listed : bool
-        Whether the queue has a turn for it.
-    waited : float
-        How long the request waited that was admitted last.
-    """
-
-    __slots__ = (
-        *("admitted", "base", "is_listed", "line", "name", "new", "requests", "served", "since", "waited", "weight"),
-    )
-
-    def __init__(self, name: Hashable, weight: float) -> None:
-        self.name, self.weight = name, weight
-        self.served = self.admitted = self.requests = self.new = self.since = 0
-        self.base = self.waited = 0.0
-        self.line: list[Sequence] = []
-        self.is_listed = False
+    name: Hashable
+    weight: float
+    served: int = 0  #: tokens computed for it. Those that a sequence has count when it is admitted, others when they
+    #: are computed. Neither hits of the prefix cache count, nor what a preempted sequence computes again.
+    base: float = 0.0  #: what `used` has skipped while nothing waited
+    admitted: int = 0  #: requests that were admitted: the time by which the others grow older
+    requests: int = 0  #: requests that have not ended
+    new: int = 0  #: requests that were never admitted
+    line: list[Sequence] = field(default_factory=list)  #: those that never ran, by rank: new requests, and samples
+    since: int = 0  #: number of the request with which the line began
+    is_listed: bool = False  #: whether the queue has a turn for it
+    waited: float = 0.0  #: how long the request waited that was admitted last
 
     @property
     def used(self) -> float:
@@ -320,66 +286,42 @@ class Tenant:
         return self.base + self.served / self.weight
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class RequestGroup:
-    """A request and its sequences.
+    """A request and its sequences."""
 
-    Attributes
-    ----------
-    tenant : Tenant
-    rank : (int, int)
-        Its place in the line of its tenant, and the number of its arrival.
-    passed : int
-        Later requests that were admitted before it, because it found no room.
-    """
+    request: Request
+    arrived: float
+    id: Hashable = field(init=False)
+    sequences: list[Sequence] = field(init=False)
+    unfinished: int = 1  #: sequences
+    forked: bool = field(init=False)  #: or: there are no samples to fork
+    beam: Any = None
+    num_cached: int = 0
+    admitted: float | None = None
+    first_token: float | None = None
+    tenant: Tenant = field(init=False)
+    rank: tuple[int, int] = field(init=False)  #: its place in the line of its tenant, and the number of its arrival
+    passed: int = 0  #: later requests that were admitted before it, because it found no room
 
-    __slots__ = (
-        *("request", "id", "sequences", "unfinished", "forked", "beam"),
-        *("num_cached", "arrived", "admitted", "first_token", "tenant", "rank", "passed"),
-    )
-
-    tenant: Tenant
-    rank: tuple[int, int]
-
-    def __init__(self, request: Request, arrived: float) -> None:
-        self.request = request
-        self.id = request.id
+    def __post_init__(self) -> None:
+        self.id = self.request.id
         self.sequences = [Sequence(self, 0)]
-        self.unfinished = 1  # sequences
-        self.forked = request.n == 1 or request.beam_width > 0  # or: there are no samples to fork
-        self.beam: Any = None
-        self.num_cached = 0
-        self.arrived = arrived
-        self.admitted: float | None = None
-        self.first_token: float | None = None
-        self.passed = 0
+        self.forked = self.request.n == 1 or self.request.beam_width > 0
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Sequence:
-    """One stream of tokens. While it has a lane, `LaneRows` has its numbers, and `tokens` and `logprobs` are empty.
+    """One stream of tokens. While it has a lane, `LaneRows` has its numbers, and `tokens` and `logprobs` are empty."""
 
-    Attributes
-    ----------
-    high : int
-        Most tokens ever computed. Computing tokens below it again counts as recomputation.
-    computed : int
-        Tokens whose KV the tier has, while spilled.
-    paid : int
-        Leading tokens that its tenant has been charged for.
-    """
-
-    __slots__ = (
-        *("computed", "group", "high", "index", "kept", "lane", "logprobs", "paid", "preemptions", "state"),
-        "tokens",
-    )
-
-    def __init__(self, group: RequestGroup, index: int) -> None:
-        self.group = group
-        self.index = index
-        self.state = WAITING
-        self.lane = -1
-        self.tokens = NO_TOKENS
-        self.logprobs: np.ndarray | None = None
-        self.high = 0
-        self.computed = self.paid = 0
-        self.kept: Any = None
-        self.preemptions = 0
+    group: RequestGroup
+    index: int
+    state: int = WAITING
+    lane: int = -1
+    tokens: NDArray[int32] = field(default_factory=lambda: NO_TOKENS)
+    logprobs: NDArray[np.float32] | None = None
+    high: int = 0  #: most tokens ever computed; computing tokens below it again counts as recomputation
+    computed: int = 0  #: tokens whose KV the tier has, while spilled
+    paid: int = 0  #: leading tokens that its tenant has been charged for
+    kept: Any = None
+    preemptions: int = 0

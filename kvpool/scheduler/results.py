@@ -13,6 +13,7 @@ from kvpool.errors import OutOfSequences
 from kvpool.scheduler.policy import publish
 from kvpool.scheduler.request import (
     DECODING,
+    END_TOKENS,
     FINISHED,
     MOST,
     PREFILLING,
@@ -20,7 +21,6 @@ from kvpool.scheduler.request import (
     Output,
     RequestGroup,
     Sequence,
-    ends_with,
 )
 from kvpool.scheduler.state import Core, DecodeBatch, LaneRows, Step
 
@@ -30,8 +30,7 @@ class Given(NamedTuple):
 
     tokens: NDArray[int32]
     logprobs: NDArray[float32] | None
-    beam_tokens: NDArray[int32] | None
-    beam_logprobs: NDArray[float32] | None
+    beams: tuple[NDArray[int32], NDArray[float32]] | None = None
 
 
 def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
@@ -44,7 +43,7 @@ def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
     if beams is None:
         if rows:
             raise ValueError(f"[update] {rows} rows of the step are of beams, beams is missing")
-        return Given(tokens, logprobs, None, None)
+        return Given(tokens, logprobs)
     try:
         beam_tokens, beam_logprobs = beams
     except (TypeError, ValueError):
@@ -57,31 +56,29 @@ def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
     beam_logprobs = _numbers("the logprobs of beams", beam_logprobs, shape)
     if np.isnan(beam_logprobs).any() or (beam_logprobs == np.inf).any():
         raise ValueError("[update] the logprobs of beams must be finite or -inf, one is NaN or +inf")
-    return Given(tokens, logprobs, beam_tokens, beam_logprobs)
+    return Given(tokens, logprobs, (beam_tokens, beam_logprobs))
 
 
 def _tokens(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[int32]:
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"[update] {name} must be an ndarray of integers, not {type(array).__name__}")
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"[update] {name} must be integers ({array.dtype})")
-    if array.shape != shape:
-        raise ValueError(f"[update] {name} must have shape {shape} ({array.shape})")
-    if array.size and array.min() < 0:
-        raise ValueError(f"[update] {name} must be 0 .. {MOST} ({array.min()})")
-    if array.dtype != np.int32 and array.size and array.max() > MOST:
-        raise ValueError(f"[update] {name} must be 0 .. {MOST} ({array.max()})")
+    array = _array(name, array, shape, "integers", "iu")
+    if array.size and (array.min() < 0 or (array.dtype != np.int32 and array.max() > MOST)):
+        raise ValueError(f"[update] {name} must be 0 .. {MOST} ({array.min() if array.min() < 0 else array.max()})")
     return array.astype(np.int32, copy=False)
 
 
 def _numbers(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[float32]:
+    return _array(name, array, shape, "float32", "f").astype(np.float32, copy=False)
+
+
+def _array(name: str, array: Any, shape: tuple[int, ...], what: str, kinds: str) -> np.ndarray:
+    """Return `array`, which must be one of `shape` whose dtype is of these kinds."""
     if not isinstance(array, np.ndarray):
-        raise TypeError(f"[update] {name} must be an ndarray of float32, not {type(array).__name__}")
-    if array.dtype.kind != "f":
-        raise TypeError(f"[update] {name} must be float32 ({array.dtype})")
+        raise TypeError(f"[update] {name} must be an ndarray of {what}, not {type(array).__name__}")
+    if array.dtype.kind not in kinds:
+        raise TypeError(f"[update] {name} must be {what} ({array.dtype})")
     if array.shape != shape:
         raise ValueError(f"[update] {name} must have shape {shape} ({array.shape})")
-    return array.astype(np.float32, copy=False)
+    return array
 
 
 def fan_out(
@@ -139,8 +136,8 @@ def take_rows(core: Core, step: Step, given: Given, still: NDArray[np.bool_], be
     outputs = [core.finish(rows.sequence(lane), reason, now) for lane, reason in ended]
     for lane, ats in fans.items():
         outputs += fork_samples(core, lane, [begin + at for at in ats], given, now)
-    if given.beam_tokens is not None and given.beam_logprobs is not None:
-        outputs += move_beams(core, step, begin, live, given.beam_tokens, given.beam_logprobs, now)
+    if given.beams is not None:
+        outputs += move_beams(core, step, begin, live, *given.beams, now)
     return outputs
 
 
@@ -275,7 +272,8 @@ def why_ended(group: RequestGroup, tokens: NDArray[int32]) -> str | None:
     request = group.request
     if int(tokens[-1]) in request.eos:
         return "eos"
-    if request.stop and ends_with(tokens, request.stop):
+    end = tuple(tokens[-END_TOKENS:].tolist()) if request.stop else ()
+    if any(end[-len(stop) :] == stop for stop in request.stop):
         return "stop"
     return "length" if len(tokens) >= request.max_tokens else None
 
@@ -313,7 +311,7 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
     for number, sequence in enumerate(live):
         own = handle if number == 0 else fork(core, handle)
         if own is None:
-            core.wait(sequence)
+            core.queue.push(sequence)
             continue
         sequence.high = sequence.paid = computed
         core.start(sequence, core.rows.take(), own, computed, core.admission_number() if number else admitted)

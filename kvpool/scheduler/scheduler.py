@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,7 @@ from numpy import int32, int64
 from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
-from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
+from kvpool.errors import OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.scheduler import drafts, results
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
@@ -22,11 +25,11 @@ from kvpool.scheduler.policy import (
     MustWait,
     admit_next,
     blocks_alone,
-    check_eviction,
     keep_budgets,
     known_tokens,
     make_room,
     make_way,
+    out_of_blocks,
 )
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import (
@@ -96,6 +99,7 @@ def executed(core: Core, step: Step) -> Iterator[None]:
                 core.move(sequence, state)
 
 
+_counters_of = attrgetter(*SchedulerStats._fields[5:])  # the others are sequences by state
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens", "positions")
 PadTo = tuple[int, int] | Callable[[int, int], tuple[int, int]] | None
 
@@ -275,47 +279,45 @@ class Scheduler:
 
     def release(self, id: Hashable) -> None:
         """Let a request run that was added with `held`. Nothing happens if it is not held, or has ended."""
-        self._core.release_held(id)
+        group = self._core.held.pop(id, None)
+        if group is not None:
+            self._core.queue.push(group.sequences[0])  # at the place that it had when it came
 
     def _judge(self, request: Request) -> None:
-        core, pool = self._core, self._core.pool
-        prompt = len(request.prompt)
-        tokens = prompt + request.max_tokens - 1  # the KV of the last token is never read, so never written
-        check_eviction(core, request)
-        _judge_ends(request)
-        if request.n > (most := max(SAMPLES, core.max_running)):
-            raise RequestRejected(f"[add] n is {request.n}, a request has at most {most} samples", "too_large")
-        need = blocks_alone(core, tokens)
-        width = request.beam_width
-        if self._max_model_len is not None and tokens > self._max_model_len:
-            raise RequestRejected(
-                f"[add] {prompt} prompt tokens and {request.max_tokens} more, the model takes {self._max_model_len}",
-                "too_long",
-            )
-        own = core.needs.widest(tokens)
-        if own > pool.options.max_blocks_per_seq:
-            raise RequestRejected(
-                f"[add] {tokens} tokens need {own} blocks, a sequence has at most {pool.options.max_blocks_per_seq}",
-                "too_large",
-            )
-        if width > min(core.max_running, pool.options.max_seqs):
-            raise RequestRejected(
-                f"[add] a beam of {width} sequences, {min(core.max_running, pool.options.max_seqs)} may run",
-                "too_large",
-            )
-        if width > 1:
-            need = core.needs.beam(tokens, prompt, width)
-        usable = core.needs.usable
-        arena = core.needs.short(need, usable)
-        if arena >= 0:
-            raise RequestRejected(
-                f"[add] {tokens} tokens{f' in a beam of {width}' if width > 1 else ''} need {need[arena]} "
-                f"{core.needs.name(arena)}, the pool has {usable[arena]}",
-                "too_large",
-            )
-        if request.deadline is not None and request.deadline <= (now := core.clock()):
-            raise RequestRejected(f"[add] the deadline has passed ({request.deadline} <= {now})", "deadline")
+        """Raise RequestRejected for a request that could never run, or finds the queue full."""
+        for reason, text in self._objections(request):
+            raise RequestRejected(f"[add] {text}", reason)
         self._judge_queue(request.tenant)
+
+    def _objections(self, request: Request) -> Iterator[tuple[str, str]]:
+        """Yield why a request could never run: reasons and texts."""
+        core, pool = self._core, self._core.pool
+        prompt, width = len(request.prompt), request.beam_width
+        tokens = prompt + request.max_tokens - 1  # the KV of the last token is never read, so never written
+        if core.eviction is not None and width:
+            yield "beam", f"a beam keeps every token (beam_width {width}), this scheduler evicts: ask for samples"
+        for name, number in (("eos", len(request.eos)), ("stop", len(request.stop))):
+            if number > ENDS:  # more than a step should look for
+                yield "too_large", f"{name} has {number} entries, the limit is {ENDS}"
+        if (longest := max(map(len, request.stop), default=0)) > END_TOKENS:
+            yield "too_large", f"a stop sequence has {longest} tokens, the limit is {END_TOKENS}"
+        if request.n > (most := max(SAMPLES, core.max_running)):
+            yield "too_large", f"n is {request.n}, a request has at most {most} samples"
+        if self._max_model_len is not None and tokens > self._max_model_len:
+            text = f"{prompt} prompt tokens and {request.max_tokens} more, the model takes {self._max_model_len}"
+            yield "too_long", text
+        own, most = core.needs.widest(tokens), pool.options.max_blocks_per_seq
+        if own > most:
+            yield "too_large", f"{tokens} tokens need {own} blocks, a sequence has at most {most}"
+        if width > (most := min(core.max_running, pool.options.max_seqs)):
+            yield "too_large", f"a beam of {width} sequences, {most} may run"
+        need = core.needs.beam(tokens, prompt, width) if width > 1 else blocks_alone(core, tokens)
+        arena = core.needs.short(need, core.needs.usable)
+        if arena >= 0:
+            text = f"{tokens} tokens{f' in a beam of {width}' if width > 1 else ''} need {need[arena]} "
+            yield "too_large", f"{text}{core.needs.name(arena)}, the pool has {core.needs.usable[arena]}"
+        if request.deadline is not None and request.deadline <= (now := core.clock()):
+            yield "deadline", f"the deadline has passed ({request.deadline} <= {now})"
 
     def _judge_queue(self, name: Hashable) -> None:
         queue, most = self._core.queue, self.places(name)
@@ -471,24 +473,16 @@ class Scheduler:
 
     def _prefill_chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
         """Continue running prefills, then spend the rest of the budget on admissions."""
-        core, rows = self._core, self._core.rows
-        chunks: list[tuple[int, int]] = []
+        core, chunks = self._core, list[tuple[int, int]]()
         core.growing = None
-        if core.count[PREFILLING]:
-            for lane in rows.running(PREFILLING).tolist():
-                if budget <= 0 or len(chunks) == most:
-                    return chunks
-                new = min(self._wanted(lane), core.chunk, budget)
-                if new:
-                    chunks.append((lane, new))
-                    budget -= new
-        while budget > 0 and len(chunks) < most and (core.count[WAITING] or core.spilled):
-            admitted = admit_next(core)
-            if admitted is None:
-                break
-            new = min(self._wanted(admitted.lane), core.chunk, budget)
+        if not (core.count[PREFILLING] or core.count[WAITING] or core.spilled):
+            return chunks
+        running = core.rows.running(PREFILLING).tolist() if core.count[PREFILLING] else []
+        lanes = chain(running, (sequence.lane for sequence in iter(partial(admit_next, core), None)))
+        while budget > 0 and len(chunks) < most and (lane := next(lanes, None)) is not None:
+            new = min(self._wanted(lane), core.chunk, budget)
             if new:
-                chunks.append((admitted.lane, new))
+                chunks.append((lane, new))
                 budget -= new
         return chunks
 
@@ -510,15 +504,12 @@ class Scheduler:
         if head is not None:
             arena = max(0, core.needs.short(core.needs.alone(len(known_tokens(head))), core.needs.free()))
             stats = core.pool.stats(arena)
-        raise OutOfBlocks(
-            f"[schedule] nothing runs and the first in line finds no room: {stats.blank} {core.needs.name(arena)} are "
-            f"blank, {stats.evictable} evictable, {stats.limbo} in limbo, {stats.sequences} sequences open; "
-            f"others of the pool hold the rest",
-            blank=stats.blank,
-            evictable=stats.evictable,
-            limbo=stats.limbo,
-            arena=arena,
+        text = (
+            f"nothing runs and the first in line finds no room: {stats.blank} {core.needs.name(arena)} are blank, "
+            f"{stats.evictable} evictable, {stats.limbo} in limbo, {stats.sequences} sequences open; "
+            "others of the pool hold the rest"
         )
+        raise out_of_blocks(text, stats, arena)
 
     def _build(
         self,
@@ -534,15 +525,12 @@ class Scheduler:
         """
         core, rows = self._core, self._core.rows
         decodes, plain = (0, None) if batch is None else (len(batch.lanes), batch if batch.plain else None)
-        samples: tuple[np.ndarray, ...]
-        if batch is not None and new is not None:
-            tokens, arrays, samples = self._drafted(batch, new, chunks)
-        elif batch is not None and not chunks:
+        if batch is None or chunks or new is not None:
+            tokens, arrays, samples = self._mixed(batch, new, chunks)
+        else:
             tokens, arrays = rows.last[batch.lanes], (batch.lanes32, batch.handles, rows.ones[:decodes])
             samples = rows.order[:decodes], batch.lanes32
             samples = (*samples, batch.index, batch.width) if plain else self._samples(*samples)
-        else:
-            tokens, arrays, samples = self._mixed(batch, chunks)
         pad_to = self._pad_to(len(arrays[0]), len(tokens)) if callable(self._pad_to) else self._pad_to
         core.pool.step(plan, arrays[1], 1 if len(tokens) == decodes else arrays[2], pad_to=pad_to)
         step = Step(rows, plan, plain, tokens, decodes, *arrays, *samples)
@@ -557,40 +545,33 @@ class Scheduler:
         return step
 
     def _mixed(
-        self, batch: DecodeBatch | None, chunks: list[tuple[int, int]]
-    ) -> tuple[NDArray[int32], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Return the tokens of a step with chunks, the arrays of its rows, and those of its samples."""
+        self, batch: DecodeBatch | None, new: NDArray[int64] | None, chunks: list[tuple[int, int]]
+    ) -> tuple[NDArray[int32], Any, Any]:
+        """Return the tokens of a step with chunks or drafts, the arrays of its rows, and those of its samples."""
         rows = self._core.rows
         lanes = np.array([lane for lane, _ in chunks], np.int32)
-        num_new = np.array([new for _, new in chunks], np.int64)
-        begin = rows.computed[lanes]
-        parts = [rows.known(lane, at, at + new) for (lane, new), at in zip(chunks, begin.tolist(), strict=True)]
+        num_new = np.array([count for _, count in chunks], np.int64)
+        parts, begin = self._inputs(lanes, num_new), rows.computed[lanes]
         sampled = begin + num_new == rows.prompt[lanes] + rows.generated[lanes]
-        decodes = 0 if batch is None else len(batch.lanes)
-        at = (num_new.cumsum() + (decodes - 1))[sampled].astype(np.int32)
-        of = lanes[sampled]
-        handles = rows.handle[lanes]
+        at, of, handles = num_new.cumsum()[sampled] - 1, lanes[sampled], rows.handle[lanes]
         if batch is not None:
-            parts.insert(0, rows.last[batch.lanes])
-            lanes, num_new = np.concatenate([batch.lanes32, lanes]), np.concatenate([rows.ones[:decodes], num_new])
-            at, of = np.concatenate([rows.order[:decodes], at]), np.concatenate([batch.lanes32, of])
-            handles = np.concatenate([batch.handles, handles])
-        return np.concatenate(parts), (lanes, handles, num_new), self._samples(at, of)
+            decodes = len(batch.lanes)
+            if new is None:
+                first, own, sampled = [rows.last[batch.lanes]], rows.ones[:decodes], batch.lanes32
+            else:
+                first, own, sampled = self._inputs(batch.lanes32, new), new, np.repeat(batch.lanes32, new)
+            parts = [*first, *parts]
+            at = np.concatenate([np.arange(len(sampled)), at + len(sampled)])
+            of, lanes = np.concatenate([sampled, of]), np.concatenate([batch.lanes32, lanes])
+            num_new, handles = np.concatenate([own, num_new]), np.concatenate([batch.handles, handles])
+        return np.concatenate(parts), (lanes, handles, num_new), self._samples(at.astype(np.int32), of)
 
-    def _drafted(
-        self, batch: DecodeBatch, new: NDArray[int64], chunks: list[tuple[int, int]]
-    ) -> tuple[NDArray[int32], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Return what `_mixed` returns, for decodes of `new` tokens each, of which every one is sampled."""
-        rows, decodes = self._core.rows, len(batch.lanes)
-        lanes = np.concatenate([batch.lanes32, np.array([lane for lane, _ in chunks], np.int32)])
-        num_new = np.concatenate([new, np.array([count for _, count in chunks], np.int64)])
-        begin, ends = rows.computed[lanes], num_new.cumsum()
+    def _inputs(self, lanes: NDArray[int32], num_new: NDArray[int64]) -> list[NDArray[int32]]:
+        """Return the next so many tokens of each lane."""
+        rows = self._core.rows
+        begin = rows.computed[lanes]
         pieces = zip(lanes.tolist(), begin.tolist(), (begin + num_new).tolist(), strict=True)
-        tokens = np.concatenate([rows.known(*piece) for piece in pieces])
-        sampled = (begin + num_new == rows.prompt[lanes] + rows.generated[lanes])[decodes:]
-        at = np.concatenate([np.arange(ends[decodes - 1]), ends[decodes:][sampled] - 1]).astype(np.int32)
-        handles = np.concatenate([batch.handles, rows.handle[lanes[decodes:]]])
-        return tokens, (lanes, handles, num_new), self._samples(at, lanes[np.searchsorted(ends, at, "right")])
+        return [rows.known(*piece) for piece in pieces]
 
     def _samples(self, at: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return positions, lanes, sample numbers and beam widths of the samples."""
@@ -718,14 +699,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the counters, in O(1)."""
-        core = self._core
-        counters = (
-            *(core.cancelled, core.expired, core.rejected),
-            *(core.admissions, core.preemptions, core.spills, core.steps),
-            *(core.decode_tokens, core.prefill_tokens, core.recomputed_tokens, core.hit_tokens, core.again_hit_tokens),
-            *(core.sampled_tokens, core.evicted_tokens, core.drafted_tokens, core.accepted_tokens),
-        )
-        return SchedulerStats._make((*core.count, *counters))
+        return SchedulerStats(*self._core.count, *_counters_of(self._core))
 
     def tenants(self) -> dict[Hashable, TenantStats]:
         """Return what each tenant of `weights` has and got."""
@@ -743,16 +717,6 @@ class Scheduler:
         """
         self._core.pool.check()
         check(self._core, self._out)
-
-
-def _judge_ends(request: Request) -> None:
-    """Raise RequestRejected for more ends than a step should look for."""
-    for name, number in (("eos", len(request.eos)), ("stop", len(request.stop))):
-        if number > ENDS:
-            raise RequestRejected(f"[add] {name} has {number} entries, the limit is {ENDS}", "too_large")
-    longest = max(map(len, request.stop), default=0)
-    if longest > END_TOKENS:
-        raise RequestRejected(f"[add] a stop sequence has {longest} tokens, the limit is {END_TOKENS}", "too_large")
 
 
 def _queue(call: str, weights: Mapping[Hashable, float], ageing: int, overtake: int) -> WaitingQueue:

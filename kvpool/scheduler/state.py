@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cache, partial
 from heapq import heapify, heappop, heappush, nsmallest
 from operator import attrgetter, call, sub
@@ -31,7 +33,6 @@ from kvpool.scheduler.request import (
     RequestGroup,
     Sequence,
     Times,
-    with_id,
 )
 
 if TYPE_CHECKING:
@@ -39,69 +40,32 @@ if TYPE_CHECKING:
 
 
 class LaneRows:
-    """Arrays over the lanes.
-
-    Attributes
-    ----------
-    handle : int64
-        Handle in the pool. -1 in a free lane.
-    state : int8
-        PREFILLING, DECODING, or WAITING in a free lane.
-    admitted : int64
-        Number of the admission. It determines the order of rows.
-    prompt, generated, computed, committed : int32
-        Tokens of the prompt, generated tokens, tokens whose KV was computed, tokens given to `PrefixCache.commit`.
-    found : int32
-        Tokens that the prefix cache had when the sequence was admitted.
-    gone : int32
-        Computed tokens that were evicted.
-    common : int32
-        Leading tokens whose blocks count for another lane of the same beam.
-    high : int32
-        Most tokens that were computed before the admission.
-    limit : int32
-        Most tokens to generate.
-    last : int32
-        Last known token, the input of the next decode.
-    shared : bool
-        The tail may be shared with a fork. Then the next token may need a block for its copy.
-    watch : int32 ``[lanes, E]``
-        Tokens that may end the sequence, padded with -1: eos, and the last tokens of stop sequences. E is less than
-        twice what a running sequence needs.
-    watched : int32
-        How many of them the lane has. 0 in a free lane.
-    width : int32
-        Width of the beam. 0: no beam.
-    index : int32
-        Number of the sequence in its request.
-    tokens : int32 ``[lanes, W]``
-        Generated tokens. W doubles when a sequence needs it.
-    logprobs : float32 ``[lanes, W]`` or None
-        None until `update` gets some.
-    """
+    """Arrays over the lanes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.handle = np.full(size, -1, np.int64)
-        self.state = np.zeros(size, np.int8)
-        self.admitted = np.zeros(size, np.int64)
-        self.prompt = np.zeros(size, np.int32)
+        self.handle = np.full(size, -1, np.int64)  # in the pool; -1 in a free lane
+        self.state = np.zeros(size, np.int8)  # PREFILLING, DECODING, or WAITING in a free lane
+        self.admitted = np.zeros(size, np.int64)  # number of the admission; it determines the order of rows
+        self.prompt = np.zeros(size, np.int32)  # tokens of the prompt
         self.generated = np.zeros(size, np.int32)
-        self.computed = np.zeros(size, np.int32)
-        self.committed = np.zeros(size, np.int32)
-        self.found = np.zeros(size, np.int32)
-        self.gone = np.zeros(size, np.int32)
-        self.common = np.zeros(size, np.int32)
-        self.high = np.zeros(size, np.int32)
-        self.limit = np.zeros(size, np.int32)
-        self.last = np.zeros(size, np.int32)
-        self.shared = np.zeros(size, np.bool_)
+        self.computed = np.zeros(size, np.int32)  # tokens whose KV was computed
+        self.committed = np.zeros(size, np.int32)  # tokens given to `PrefixCache.commit`
+        self.found = np.zeros(size, np.int32)  # tokens that the prefix cache had when the sequence was admitted
+        self.gone = np.zeros(size, np.int32)  # computed tokens that were evicted
+        self.common = np.zeros(size, np.int32)  # leading tokens whose blocks count for another lane of the same beam
+        self.high = np.zeros(size, np.int32)  # most tokens that were computed before the admission
+        self.limit = np.zeros(size, np.int32)  # most tokens to generate
+        self.last = np.zeros(size, np.int32)  # last known token, the input of the next decode
+        self.shared = np.zeros(size, np.bool_)  # a fork may share the tail: the next token may take a block for a copy
+        # Tokens that may end the sequence, padded with -1: eos, and the last ones of stop sequences. There are less
+        # than twice as many columns as a running sequence needs. `watched`: how many a lane has, 0 in a free one.
         self.watch = np.full((size, 1), -1, np.int32)
         self.watched = np.zeros(size, np.int32)
-        self.width = np.zeros(size, np.int32)
-        self.index = np.zeros(size, np.int32)
-        self.tokens = np.zeros((size, 64), np.int32)
-        self.logprobs: NDArray[float32] | None = None
+        self.width = np.zeros(size, np.int32)  # of the beam; 0: no beam
+        self.index = np.zeros(size, np.int32)  # number of the sequence in its request
+        self.tokens = np.zeros((size, 64), np.int32)  # generated; columns double when a sequence needs it
+        self.logprobs: NDArray[float32] | None = None  # as wide as `tokens`; None until `update` gets some
         self.ones = np.ones(size, np.int64)  # `Step.num_new` of decodes
         self.order = np.arange(size, dtype=np.int32)
         self.ones.flags.writeable = self.order.flags.writeable = False
@@ -128,10 +92,19 @@ class LaneRows:
         self._put_watch(lane, {*request.eos, *(stop[-1] for stop in request.stop)})
         self.width[lane] = request.beam_width
         self.index[lane] = sequence.index
-        self.set_tokens(lane, sequence, sequence.tokens, sequence.logprobs)
+        tokens, logprobs, length = sequence.tokens, sequence.logprobs, len(sequence.tokens)
+        self.make_room(length + 1)
+        self.tokens[lane, :length] = tokens
+        self.generated[lane] = length
+        self.last[lane] = tokens[-1] if length else request.prompt[-1]
+        if self.logprobs is not None or logprobs is not None:
+            kept = self.need_logprobs()
+            kept[lane] = np.nan
+            if logprobs is not None:
+                kept[lane, : len(logprobs)] = logprobs
         self.sequences[lane] = sequence
         sequence.lane = lane
-        sequence.tokens, sequence.logprobs = sequence.tokens[:0], None
+        sequence.tokens, sequence.logprobs = tokens[:0], None
 
     def _put_watch(self, lane: int, tokens: set[int]) -> None:
         if len(tokens) > self.watch.shape[1]:
@@ -141,20 +114,6 @@ class LaneRows:
         self.watch[lane] = -1
         self.watch[lane, : len(tokens)] = sorted(tokens)
         self.watched[lane] = len(tokens)
-
-    def set_tokens(
-        self, lane: int, sequence: Sequence, tokens: NDArray[int32], logprobs: NDArray[float32] | None
-    ) -> None:
-        """Replace the generated tokens of a lane."""
-        self.make_room(len(tokens) + 1)
-        self.tokens[lane, : len(tokens)] = tokens
-        self.generated[lane] = len(tokens)
-        self.last[lane] = tokens[-1] if len(tokens) else sequence.group.request.prompt[-1]
-        if self.logprobs is not None or logprobs is not None:
-            kept = self.need_logprobs()
-            kept[lane] = np.nan
-            if logprobs is not None:
-                kept[lane, : len(logprobs)] = logprobs
 
     def make_room(self, width: int) -> None:
         """Let the token buffers hold `width` tokens per lane."""
@@ -246,6 +205,7 @@ class LaneRows:
         return int(self.prompt[lane] + self.generated[lane] - self.computed[lane])
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Step:
     """One batch. The arrays hold until `update` or `fail`.
 
@@ -280,44 +240,29 @@ class Step:
         Beam width of the request. 0: no beam.
     """
 
-    __slots__ = (
-        *("plan", "num_decodes", "handles", "lanes", "num_new", "tokens", "sample_at", "sample_lane", "sample_index"),
-        *("sample_position", "beam_width", "requests", "follows", "num_drafts", "taken", "_rows", "batch"),
-    )
+    _rows: LaneRows
+    plan: Plan
+    batch: DecodeBatch | None  # the decodes, if each samples one token
+    tokens: NDArray[int32]
+    num_decodes: int
+    lanes: NDArray[int32]
+    handles: NDArray[int64]
+    num_new: NDArray[int64]
+    sample_at: NDArray[int32]
+    sample_lane: NDArray[int32]
+    sample_index: NDArray[int32]
+    beam_width: NDArray[int32]
+    sample_position: NDArray[int32] = field(init=False)
+    requests: list[Request] = field(init=False)
+    follows: NDArray[int32] | None = None
+    num_drafts: int = 0
+    taken: NDArray[np.bool_] | None = None
 
-    def __init__(
-        self,
-        rows: LaneRows,
-        plan: Plan,
-        batch: DecodeBatch | None,
-        tokens: NDArray[int32],
-        num_decodes: int,
-        *arrays: np.ndarray,
-    ) -> None:
-        self._rows = rows
-        self.follows: NDArray[int32] | None = None
-        self.plan = plan
-        self.batch = batch  # the decodes, if each samples one token
-        self.tokens = tokens
-        self.num_decodes = num_decodes
-        self.lanes: NDArray[int32]
-        self.handles: NDArray[int64]
-        self.num_new: NDArray[int64]
-        self.sample_at: NDArray[int32]
-        self.sample_lane: NDArray[int32]
-        self.sample_index: NDArray[int32]
-        self.beam_width: NDArray[int32]
-        self.lanes, self.handles, self.num_new, self.sample_at, self.sample_lane, self.sample_index, self.beam_width = (
-            arrays
-        )
-        self.sample_position: NDArray[int32] = rows.generated[self.sample_lane]
-        self.requests: list[Request] = (
-            batch.requests
-            if batch is not None and len(self.sample_at) == len(batch.lanes)
-            else rows.requests(self.sample_lane)
-        )
-        self.num_drafts = 0
-        self.taken: NDArray[np.bool_] | None = None
+    def __post_init__(self) -> None:
+        batch = self.batch
+        self.sample_position = self._rows.generated[self.sample_lane]
+        is_batch = batch is not None and len(self.sample_at) == len(batch.lanes)
+        self.requests = batch.requests if batch is not None and is_batch else self._rows.requests(self.sample_lane)
 
     def count_drafts(self) -> None:
         """Count the tokens that decodes have beside their first, and let samples of such decodes count them, too."""
@@ -359,24 +304,10 @@ NOBODY = 2**62  # no admission has a number so high
 
 
 class DecodeBatch:
-    """The sequences that decode. It has what a step needs of them, gathered once until one joins or leaves.
-
-    Attributes
-    ----------
-    lanes : intp ``[S]``
-        In order of admission.
-    plain : bool
-        Each sequence samples one token: there are no beams and no samples to fork.
-    tenants : list of (Tenant, int)
-        How many of the sequences each tenant has.
-    """
-
-    __slots__ = (
-        *("handles", "index", "lanes", "lanes32", "limit", "plain", "requests", "shared", "tenants", "watch", "width"),
-    )
+    """The sequences that decode. It has what a step needs of them, gathered once until one joins or leaves."""
 
     def __init__(self, rows: LaneRows, unforked: int) -> None:
-        lanes = self.lanes = rows.running(DECODING)
+        lanes = self.lanes = rows.running(DECODING)  # in order of admission
         self.lanes32 = lanes.astype(np.int32)
         self.handles = rows.handle[lanes]
         self.index = rows.index[lanes]
@@ -388,7 +319,8 @@ class DecodeBatch:
         for array in (self.lanes32, self.handles, self.index, self.width):
             array.flags.writeable = False  # steps expose them
         sequences = map(rows.sequences.__getitem__, lanes.tolist())
-        self.tenants = list(Counter(map(attrgetter("group.tenant"), sequences)).items())
+        self.tenants = list(Counter(map(attrgetter("group.tenant"), sequences)).items())  # with how many each has
+        # Each sequence samples one token: there are no beams and no samples to fork.
         self.plain = not self.width.any() and not (
             unforked and any(not rows.sequence(lane).group.forked for lane in lanes.tolist())
         )
@@ -460,41 +392,32 @@ class Attempt:
         core.changed = True
 
 
+@dataclass(eq=False, repr=False)
 class Core:
     """The state of a scheduler. Parameters: see `Scheduler`."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        max_running: int,
-        max_step_tokens: int,
-        prefill_chunk: int,
-        mixed: bool,
-        watermark: int | None,
-        policy: str,
-        tier: Any,
-        clock: Callable[[], float],
-        eviction: Evictor | None,
-        queue: WaitingQueue,
-    ) -> None:
-        self.pool = pool
-        self.max_running = max_running
-        self.max_step_tokens = max_step_tokens
-        self.chunk = min(prefill_chunk, max_step_tokens)
+    pool: Pool
+    max_running: int
+    max_step_tokens: int
+    prefill_chunk: int
+    mixed: bool
+    watermark: int | None
+    policy: str
+    tier: Any
+    clock: Callable[[], float]
+    eviction: Evictor | None
+    queue: WaitingQueue
+
+    def __post_init__(self) -> None:
+        pool, eviction = self.pool, self.eviction
+        self.chunk = min(self.prefill_chunk, self.max_step_tokens)
         self.needs = Needs(pool, self.chunk, eviction)
-        self.mixed = mixed
-        self.watermark = watermark
-        self.policy = policy
-        self.tier = tier
-        self.clock = clock
-        self.eviction = eviction
         self.findable = 2**31 - 1  # most tokens of a prompt that are looked up and committed
         if eviction is not None:  # a sequence begins below its budget
             self.findable = (eviction.policy.max_kv - 1) // self.needs.unit * self.needs.unit
         self.prefix = pool.prefix
         self.has_checkpoints = pool.prefix is not None and self.needs.lets_go
-        self.rows = LaneRows(max_running)
-        self.queue = queue
+        self.rows = LaneRows(self.max_running)
         self.spilled: dict[Sequence, None] = {}  # oldest first
         self.groups: dict[Hashable, RequestGroup] = {}
         self.held: dict[Hashable, RequestGroup] = {}  # of these, requests that wait outside the queue
@@ -575,10 +498,6 @@ class Core:
             self.rows.state[sequence.lane] = state
         self.changed = True
 
-    def wait(self, sequence: Sequence, *, front: bool = False) -> None:
-        """Queue a sequence that is in no list. With `front` it ran before, and comes before all others."""
-        self.queue.push(sequence, front=front)
-
     def start(self, sequence: Sequence, lane: int, handle: int, computed: int, admitted: int) -> None:
         """Give a sequence a lane, which was taken, and a handle."""
         self.rows.put(lane, sequence, handle, computed, admitted)
@@ -654,7 +573,7 @@ class Core:
         self.leave(sequence, WAITING)
         sequence.preemptions += 1
         self.preemptions += 1
-        self.wait(sequence, front=True)
+        self.queue.push(sequence, front=True)
 
     def output(self, sequence: Sequence, reason: str, now: float, score: float | None = None) -> Output:
         """Return the output of a sequence that has left its lane."""
@@ -675,11 +594,6 @@ class Core:
             self.move(sequence, FINISHED)
         self.close_group(sequence.group, 1)
         return self.output(sequence, reason, now)
-
-    def create(self, group: RequestGroup, index: int) -> Sequence:
-        """Make a new sequence, in state WAITING and in no list."""
-        self.count[WAITING] += 1
-        return Sequence(group, index)
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence. Its lane stays taken. The caller owns its handle."""
@@ -707,7 +621,8 @@ class Core:
                 self.next_id += 1
             name = self.next_id
             self.next_id += 1
-            request = with_id(request, name)
+            request = copy(request)
+            object.__setattr__(request, "id", name)  # requests are frozen
         self.ended.pop(name, None)
         group = RequestGroup(request, now)
         self.groups[name] = group
@@ -719,14 +634,8 @@ class Core:
         if held:
             self.held[name] = group
         else:
-            self.wait(group.sequences[0])
+            self.queue.push(group.sequences[0])
         return group
-
-    def release_held(self, name: Hashable) -> None:
-        """Queue a request that was held, at the place that it had when it came."""
-        group = self.held.pop(name, None)
-        if group is not None:
-            self.wait(group.sequences[0])
 
     def remind(self, group: RequestGroup, deadline: float) -> None:
         """Note the deadline of a new request. Those of requests that have ended leave when they are most."""
@@ -762,15 +671,12 @@ class Core:
         self.cancelled += 1
 
     def set_length(self, handle: int, tokens: int) -> None:
-        """Set the length of a sequence that has its blocks. Their content comes from a tier."""
+        """Set the length of a sequence that has its blocks. Their content comes from a tier: nothing is computed."""
         if self._length_plan is None:
             self._length_plan = Plan(self.pool, 1, 2**31 - 1, formats=("seq_lens",))
-        self.at_once(self.pool.step, self._length_plan, [handle], tokens)
-
-    def at_once(self, how: Callable[..., None], plan: Plan, *arguments: Any) -> None:
-        """Make a step of the pool in which nothing is computed."""
+        plan = self._length_plan
         try:
-            how(plan, *arguments)
+            self.pool.step(plan, [handle], tokens)
             if plan.is_pending:
                 self.pool.done(plan)
         except BaseException:

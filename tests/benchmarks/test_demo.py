@@ -19,10 +19,12 @@ from benchmarks.demo import command, models, occupancy, restart
 from benchmarks.demo.settings import AllSettings
 from benchmarks.picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.adapters.mlx_lm import tiny
+from kvpool.adapters.mlx_lm.cache import PagedKVCache
 from kvpool.cli import demo, main
 from kvpool.cli.demo import pools
 from kvpool.cli.demo.models import ENGINE
 from kvpool.cli.demo.report import Claim, Outcome, Part, Printer, Report
+from kvpool.eviction import H2O, Memory
 
 CORE_PARTS = [pools.STEP_COST, occupancy.PART, pools.OUT_OF_BLOCKS]
 
@@ -65,10 +67,6 @@ def run_demo(*argv: str) -> int:
     return run_command(command, argv)
 
 
-def run_one(part: Part, settings: AllSettings) -> Report:
-    return demo.run_parts(settings, [part], lambda line: None)
-
-
 def broken_claims(report: Report) -> set[str]:
     return {name for name, held in report.claims.items() if not held}
 
@@ -93,8 +91,7 @@ def test_demo_with_its_default_sizes_is_one_object_of_every_promise_and_holds_in
 
 @pytest.mark.parametrize("block_size", [7, 32])
 def test_demo_holds_with_other_block_sizes(settings, block_size):
-    elsewhere = [models.CONVERSATION, restart.PART]  # has tests of its own; has a size of its own
-    parts = [part for part in command.all_parts() if part not in (*CORE_PARTS, *elsewhere)]
+    parts = [part for part in command.all_parts() if part not in (*CORE_PARTS, restart.PART)]  # it has its own size
     report = demo.run_parts(replace(settings, block_size=block_size), parts, lambda line: None)
     by_size = {"fewer_kv_bytes", "shared_fewer_kv_bytes", "one_block_more_than_rotating"}  # whole blocks hold tokens
     assert broken_claims(report) <= by_size
@@ -121,13 +118,6 @@ def test_demo_text_ends_with_the_verdict_and_is_quiet_on_stderr(small_demo, tmp_
     assert len(claims) == count and max(map(len, claims)) <= 80
     assert str(tmp_path / "p.png") in out.replace("\n", "")
     assert err == ""  # no terminal, no progress line
-
-
-def test_demo_of_the_wheel_holds(capsys):
-    assert main(["demo", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert list(result["claims"]) == [name for part in demo.all_parts() for name in part.promises]
-    assert result["held"] is True and result["not_run"] == {}
 
 
 # --------------------------------------------------------------------- planted faults, without a model
@@ -175,12 +165,6 @@ def test_demo_part_that_raises_does_not_stop_the_others(monkeypatch, settings, c
     assert broken_claims(report) == set(occupancy.PART.promises)
     assert report.not_run == {"occupancy": "stopped by ZeroDivisionError: division by zero"}
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_part_that_does_not_decide_its_promises_is_an_error():
-    part = Part("p", "title", {"promised": "sentence"}, lambda *args: Outcome({}, {}))
-    with pytest.raises(ValueError, match="promised"):
-        Report().add(part, part.run())
 
 
 # --------------------------------------------------------------- planted faults, under mlx-lm's engine
@@ -234,9 +218,37 @@ def swap_states(monkeypatch):
 )
 def test_fault_in_the_adapter_breaks_its_claim_only(monkeypatch, settings, part, fault, broken):
     fault(monkeypatch)
-    report = run_one(part, settings)
+    report = demo.run_parts(settings, [part], lambda line: None)
     assert report.not_run == {}
     assert broken_claims(report) == broken
+
+
+def nobody_leaves(monkeypatch):
+    monkeypatch.setattr(H2O, "lens_after", lambda self, lens, block_size: lens)
+
+
+def positions_restart(monkeypatch):
+    offset = PagedKVCache.offset.fget
+    monkeypatch.setattr(PagedKVCache, "offset", property(lambda self: offset(self) - int(self.batch.rows.gone[0])))
+
+
+def the_newest_alone(monkeypatch):
+    def select(self, row, kv_len, target):
+        shape = (self.scores.shape[0], self.scores.shape[2], target)
+        places = np.r_[: self.policy.sink, kv_len - target + self.policy.sink : kv_len]
+        return np.broadcast_to(places, shape).copy()
+
+    monkeypatch.setattr(Memory, "select", select)
+
+
+@pytest.mark.parametrize(
+    "fault, claim",
+    [(nobody_leaves, "budget_held"), (positions_restart, "positions_go_on"), (the_newest_alone, "remembers_older")],
+)
+def test_fault_of_eviction_is_seen_by_its_claim(monkeypatch, settings, fault, claim):
+    fault(monkeypatch)
+    small = replace(settings, talk_tokens=70, block_size=8)
+    assert claim in broken_claims(demo.run_parts(small, [models.CONVERSATION], lambda line: None))
 
 
 # ----------------------------------------------------------------------------------------- a checkpoint
@@ -253,19 +265,19 @@ def test_demo_runs_on_a_checkpoint(small_demo, tmp_path, capsys):
     assert len(set(result["numbers"]["engine"]["prompt_lengths"])) > 1
 
 
-def test_demo_on_a_folder_without_a_model_is_refused(small_demo, tmp_path, capsys):
-    assert run_demo("--model", str(tmp_path), "--out", str(tmp_path / "p.png")) == 2
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--model", "."), "--model .: a folder without config.json"),
+        (("--out", "."), "this is a folder"),
+        (("--out", "no/where.png"), "there is no folder"),
+    ],
+)
+def test_demo_without_a_model_or_a_place_for_its_picture_is_refused(tmp_path, monkeypatch, capsys, wrong, said):
+    monkeypatch.chdir(tmp_path)
+    assert run_demo(*wrong) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"python -m benchmarks.demo: --model {tmp_path}: a folder without config.json")
-    assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(("place", "said"), [(".", "this is a folder"), ("no/where.png", "there is no folder")])
-def test_picture_that_cannot_be_written_is_refused_before_any_work(small_demo, tmp_path, capsys, place, said):
-    assert run_demo("--out", str(tmp_path / place)) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and said in err and len(err.splitlines()) == 1
+    assert out == "" and err.startswith("python -m benchmarks.demo: ") and said in err and len(err.splitlines()) == 1
 
 
 # --------------------------------------------------------------------------------- what is not installed
@@ -294,7 +306,7 @@ def test_picture_is_a_large_png_in_several_colours(settings):
     from matplotlib import image
     from matplotlib.colors import to_rgb
 
-    assert run_one(occupancy.PART, settings).held
+    assert demo.run_parts(settings, [occupancy.PART], lambda line: None).held
     pixels = image.imread(settings.out)[..., :3]
     assert pixels.shape[0] > 600
     assert pixels.shape[1] > 900
@@ -306,13 +318,6 @@ def test_picture_is_a_large_png_in_several_colours(settings):
 
 
 # ----------------------------------------------------------------------------------------------- the table
-
-
-def report_with(held: bool) -> Report:
-    report = Report(seconds=1.5)
-    part = Part("p", "a part", {"first": "the first sentence", "second": "the second"}, run_one)
-    report.add(part, Outcome({"first": Claim(True, "1 of 1"), "second": Claim(held, "2 of 3")}, {}, ("█ note",)))
-    return report
 
 
 def printed(report: Report, encoding: str) -> str:
@@ -329,9 +334,18 @@ def printed(report: Report, encoding: str) -> str:
     return raw.getvalue().decode(encoding)
 
 
-def test_table_of_a_terminal_without_unicode_marks_what_held_and_what_failed():
-    text = printed(report_with(held=False), "ascii")
-    assert all(sign in text for sign in ("ok the first sentence", "NO the second", "1 of 2 claims held"))
+def test_table_marks_what_held_what_failed_and_what_was_not_decided():
+    report = Report(seconds=1.5)
+    part = Part("p", "a part", {"first": "the first sentence", "second": "the second"}, lambda *args: Outcome({}, {}))
+    with pytest.raises(ValueError, match="promised"):
+        report.add(part, part.run())
+    report.add(part, Outcome({"first": Claim(True, "1 of 1"), "second": Claim(False, "2 of 3")}, {}, ("█ note",)))
+    assert all(sign in printed(report, "ascii") for sign in ("ok the first sentence", "NO the second", "# note"))
+    report.add_not_run(Part("q", "another part", {"third": "the third"}, part.run), "needs a thing: pip install thing")
+    text = printed(report, "utf-8")
+    for said in ("needs a thing: pip install thing", "1 of 3 claims held", "A claim that was not decided is not held."):
+        assert said in text
+    assert report.as_json()["claims"]["third"] is False
 
 
 def test_demo_into_a_pipe_prints_each_part_as_it_goes(settings):
@@ -349,13 +363,3 @@ def test_demo_into_a_pipe_prints_each_part_as_it_goes(settings):
         demo.run_parts(settings, parts, say, Printer(console, parts))
     assert seen[0] == "(a) part p\n"
     assert "claim of p" in seen[1] and "note 1" in seen[1] and seen[1].endswith("(b) part q\n")
-
-
-def test_table_says_that_an_undecided_claim_is_not_held():
-    report = report_with(held=True)
-    report.add_not_run(Part("q", "another part", {"third": "the third"}, run_one), "needs a thing: pip install thing")
-    text = printed(report, "utf-8")
-    assert "needs a thing: pip install thing" in text
-    assert "2 of 3 claims held" in text
-    assert "A claim that was not decided is not held." in text
-    assert report.as_json()["claims"]["third"] is False

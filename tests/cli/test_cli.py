@@ -36,8 +36,20 @@ def config(tmp_path):
     return path
 
 
-def run_python(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True)
+def without(packages: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process in which some packages are not installed."""
+    hide = f"sys.modules.update(dict.fromkeys({packages.split()}))"
+    code = f"import sys; {hide}; from kvpool.cli import main; sys.exit(main({list(argv)}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def doctor(capsys) -> tuple[dict, dict[str, str]]:
+    """What ``kvpool doctor`` says: its JSON, and the lines of its text by their names."""
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert main(["doctor"]) == 0
+    lines = re.findall(r"^(\S+(?: \S+)*)  +(.*)$", capsys.readouterr().out, re.MULTILINE)
+    return facts, dict(lines)
 
 
 def refusal(capsys, *argv: str) -> str:
@@ -54,34 +66,46 @@ def refusal(capsys, *argv: str) -> str:
     return err
 
 
-def test_help_lists_exactly_the_commands_that_exist(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["--help"])
-    assert exit_info.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    listed = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert listed == ["demo", "generate", "serve", "plan", "store", "doctor", "bench", "fuzz"]
-
-
-@pytest.mark.parametrize("command", ["demo", "plan", "doctor", "bench attention", "bench metal"])
-def test_command_help_names_json_and_exits_zero(capsys, command):
+@pytest.mark.parametrize("command", ["", "demo", "plan", "doctor", "bench attention", "bench metal"])
+def test_help_exits_zero_and_lists_exactly_the_commands_that_exist(capsys, command):
     with pytest.raises(SystemExit) as exit_info:
         main([*command.split(), "--help"])
     assert exit_info.value.code == 0
-    assert "--json" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    commands = ["demo", "generate", "serve", "plan", "store", "doctor", "bench", "fuzz"]
+    assert "--json" in out if command else re.findall(r"^    (\w+)", out, re.MULTILINE) == commands
 
 
 def test_help_without_optional_packages_works():
-    code = """
-import sys
-for name in ("mlx", "mlx_lm", "rich", "matplotlib", "kvpool_backends"):
-    sys.modules[name] = None
-from kvpool.cli import console, main
-main(["demo", "--help"])
-"""
-    result = run_python("-c", code)
+    result = without("mlx mlx_lm rich matplotlib kvpool_backends", "demo", "--help")
+    assert result.returncode == 0 and "--kv-block-size" in result.stdout, result.stderr
+
+
+def test_demo_without_rich_says_what_to_install():
+    result = without("rich", "demo")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "kvpool demo: the summary needs rich: pip install 'kvpool[demo]' (or use --json)\n"
+
+
+def test_demo_of_a_model_that_is_not_there_is_refused_before_any_work(capsys, tmp_path):
+    err = refusal(capsys, "demo", "--model", str(tmp_path / "no" / "model"))
+    assert "there is no such folder" in err and len(err.splitlines()) == 1
+
+
+def test_doctor_without_mlx_says_why_and_still_succeeds():
+    result = without("mlx", "doctor", "--json")
     assert result.returncode == 0, result.stderr
-    assert "--kv-block-size" in result.stdout
+    facts = json.loads(result.stdout)
+    assert facts["metal"]["available"] is False and "mlx" in facts["metal"]["reason"]
+    assert "pip install" in facts["backends"]["mlx"] and facts["backends"]["numpy"] is None
+    assert facts["mlx_route"] is None
+
+
+@pytest.mark.parametrize("command", ["generate --model tiny", "bench attention", "doctor"])
+def test_unknown_argument_prints_the_usage_of_its_command(capsys, command):
+    said = refusal(capsys, *command.split(), "--bogus")
+    name = command.partition(" --")[0]
+    assert said.startswith(f"usage: kvpool {name} [-h]") and f"kvpool {name}: error: unrecognized" in said
 
 
 def test_reader_that_goes_away_leaves_no_traceback():
@@ -102,13 +126,8 @@ def test_plan_json_gives_the_numbers_of_a_known_model(capsys, config):
     assert facts["block_nbytes"] == 2 * 2**20
     assert facts["num_blocks"] == 8192
     assert facts["breakdown"] == [{"what": "memory for the KV pool", "nbytes": 16 * 2**30}]
-
-
-def test_plan_takes_folder_and_block_size_and_prints_text(capsys, config):
     assert main(["plan", "--model", str(config.parent), "--memory", str(16 * 2**30), "--block-size", "32"]) == 0
-    out = capsys.readouterr().out
-    assert "4096 blocks" in out
-    assert "one block of 32 tokens: 4.00 MiB" in out
+    assert "one block of 32 tokens: 4.00 MiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -128,13 +147,6 @@ def test_plan_bad_value_is_named(capsys, config, options, said):
     assert said in refusal(capsys, "plan", "--model", str(config), *options)
 
 
-def test_plan_of_a_config_without_a_dtype_names_the_flag(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in LLAMA_8B.items() if k != "torch_dtype"}))
-    options = ["plan", "--model", str(tmp_path), "--memory", "16GiB"]
-    assert "--dtype='bfloat16'" in refusal(capsys, *options)
-    assert main([*options, "--dtype=bfloat16"]) == 0
-
-
 def test_plan_kv_bits_are_those_of_keys_and_values(capsys, config):
     options = ["plan", "--model", str(config), "--memory", "16GiB", "--json", "--kv-group-size", "32"]
     found = []
@@ -152,13 +164,6 @@ def test_plan_tiny_is_the_model_of_generate(capsys):
     assert {group["dtype"] for group in facts["groups"]} == {"float32"}
 
 
-@pytest.mark.parametrize("command", ["generate --model tiny", "bench attention", "doctor"])
-def test_unknown_argument_prints_the_usage_of_its_command(capsys, command):
-    said = refusal(capsys, *command.split(), "--bogus")
-    name = command.partition(" --")[0]
-    assert said.startswith(f"usage: kvpool {name} [-h]") and f"kvpool {name}: error: unrecognized" in said
-
-
 def test_install_command_names_the_source_tree_where_kvpool_is_not_installed(monkeypatch):
     assert install_command("mlx") == "pip install 'kvpool[mlx]'"
 
@@ -174,19 +179,22 @@ def test_plan_missing_or_broken_config_is_named(capsys, tmp_path):
     said = refusal(capsys, "plan", "--model", str(missing), "--memory", "1GiB")
     assert f"--model {missing}: no such file or folder, nor a model in" in said
     broken = tmp_path / "broken.json"
-    contents = {b"{": "is not JSON", b"\xff\xfe\x00": "is not JSON", b"[" * 100_000: "is nested too deeply"}
-    for content, said in contents.items():
+    no_dtype = json.dumps({name: value for name, value in LLAMA_8B.items() if name != "torch_dtype"}).encode()
+    for content, said in (
+        (b"{", f"{broken} is not JSON"),
+        (b"\xff\xfe\x00", f"{broken} is not JSON"),
+        (b"[" * 100_000, f"{broken} is nested too deeply"),
+        (no_dtype, "--dtype='bfloat16'"),
+    ):
         broken.write_bytes(content)
-        assert f"{broken} {said}" in refusal(capsys, "plan", "--model", str(broken), "--memory", "1GiB")
+        assert said in refusal(capsys, "plan", "--model", str(broken), "--memory", "1GiB")
 
 
-def test_doctor_json_tells_versions_backends_and_memory(capsys):
-    assert main(["doctor", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["python"] == sys.version.split()[0]
-    assert facts["packages"]["numpy"] == np.__version__
-    assert facts["core"]["compiled"] is True
-    assert facts["backends"]["numpy"] is None
+def test_doctor_tells_versions_backends_and_memory(capsys):
+    facts, lines = doctor(capsys)
+    assert facts["python"] == sys.version.split()[0] and facts["packages"]["numpy"] == lines["numpy"] == np.__version__
+    assert facts["core"]["compiled"] is True and lines["core"].startswith("compiled, ")
+    assert facts["backends"]["numpy"] is None and lines["backend numpy"] == "works"
     assert isinstance(facts["metal"]["available"], bool)
     assert 0 < facts["memory"]["available_nbytes"] <= facts["memory"]["total_nbytes"]
 
@@ -213,30 +221,19 @@ def test_doctor_tells_what_the_cpu_kernels_run_with_and_why(capsys, monkeypatch,
     monkeypatch.setitem(sys.modules, "kvpool_backends.cpu._kernels", Kernels())
     for name, value in (("KVPOOL_CPU_ISA", "portable"), ("KVPOOL_NUM_THREADS", "3")):
         monkeypatch.setenv(name, value if is_forced else "")
-    assert main(["doctor", "--json"]) == 0
-    cpu = json.loads(capsys.readouterr().out)["cpu"]
+    facts, lines = doctor(capsys)
+    cpu = facts["cpu"]
     assert (cpu["isas"], cpu["other_isas"], cpu["isa"]) == (["portable", "avx2"], ["avx512", "neon"], "portable")
     assert cpu["num_threads"] == 3
     assert (cpu["isa_from"] == "KVPOOL_CPU_ISA") == is_forced
     assert (cpu["num_threads_from"] == "KVPOOL_NUM_THREADS") == is_forced
     assert cpu["huge_pages"] in ("always", "madvise", "never", None)
-    assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("CPU kernels") and "portable" in line for line in lines)
-    assert any(line.startswith("CPU threads") and "  3, " in line for line in lines)
-    decode = next(line for line in lines if line.startswith("CPU decode"))
-    assert "portable 2 x 4 HND, avx2 3 x 4 HND; tiles of 32" in decode
-
-
-def test_doctor_without_cpu_kernels_says_why_and_still_succeeds(capsys, monkeypatch):
+    assert lines["CPU kernels"].startswith("portable, ") and lines["CPU threads"].startswith("3, ")
+    assert "portable 2 x 4 HND, avx2 3 x 4 HND; tiles of 32" in lines["CPU decode"]
     monkeypatch.setitem(sys.modules, "kvpool_backends.cpu._kernels", None)
-    assert main(["doctor", "--json"]) == 0
-    cpu = json.loads(capsys.readouterr().out)["cpu"]
-    assert cpu["available"] is False
-    assert "_kernels" in cpu["reason"]
-    assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("CPU kernels ") and "  no: " in line for line in lines)
+    facts, lines = doctor(capsys)
+    assert facts["cpu"]["available"] is False and "_kernels" in facts["cpu"]["reason"]
+    assert lines["CPU kernels"].startswith("no: ")
 
 
 @pytest.mark.parametrize(
@@ -251,27 +248,26 @@ def test_doctor_tells_the_route_of_the_mlx_backend(capsys, monkeypatch, reason, 
     backend = pytest.importorskip("kvpool_backends.mlx.base")
     monkeypatch.setattr(backend, "kernels_refusal", lambda: reason)
     monkeypatch.setattr(backend, "has_metal", lambda: has_metal)
-    assert main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["mlx_route"] == {"route": route, "reason": reason}
-    assert main(["doctor"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mlx computes by"))
-    assert said in line
+    facts, lines = doctor(capsys)
+    assert facts["mlx_route"] == {"route": route, "reason": reason} and said in lines["mlx computes by"]
+    if route == "plain":
+        assert lines["mlx extension"] == "not in use: plain MLX does not take it"
 
 
 @pytest.mark.long
 def test_doctor_runs_the_metal_kernels_and_tells_what_went_wrong(capsys, monkeypatch, engine):
     mx = pytest.importorskip("mlx.core")
-    from kvpool.cli import doctor
+    from kvpool.cli import doctor as command
 
     factory = engine.factory(0)
     monkeypatch.setattr(mx, "stream", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(mx.fast, "metal_kernel", factory)
-    assert doctor.metal_kernels_failure() is None
+    assert command.metal_kernels_failure() is None
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda **description: factory(**description | {"source": "error;"}))
-    failure = doctor.metal_kernels_failure()
+    failure = command.metal_kernels_failure()
     assert failure and "error" in failure
     for kernels, said in ((None, "compiled and run"), (failure, "NO: ")):
-        (_, text) = doctor.metal_rows({"available": True, "device": "some GPU", "kernels": kernels})[1]
+        (_, text) = command.metal_rows({"available": True, "device": "some GPU", "kernels": kernels})[1]
         assert text.startswith(said)
 
 
@@ -284,60 +280,11 @@ def test_doctor_tells_of_metal_kernels_and_the_extension(capsys, monkeypatch):
         found = {"active": active, "built": active, "why": "" if active else "not built", "folder": "/there"}
         found["command"] = "make it"
         monkeypatch.setattr(native, "status", lambda found=found: found)
-        assert main(["doctor"]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        (extension,) = [line for line in lines if line.startswith("mlx extension")]
+        lines = doctor(capsys)[1]
         costs = "not in use: not built; so each layer is an evaluation of its own; `make it` builds it"
-        assert ("in use, /there" if active else costs) in extension
-        (kernels,) = [line for line in lines if line.startswith("Metal kernels")]
-        assert kernels.endswith("no: no Metal device; they run in the tests only")
-
-
-def test_doctor_on_a_gpu_without_metal_says_so_and_asks_for_no_extension(monkeypatch):
-    mx = pytest.importorskip("mlx.core")
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+        assert lines["mlx extension"] == ("in use, /there" if active else costs)
+        assert lines["Metal kernels"] == "no: no Metal device; they run in the tests only"
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
-    from kvpool.cli import doctor
-
-    facts = doctor.collect()
+    facts, lines = doctor(capsys)
     assert facts["metal"]["reason"].endswith("no Metal device, it computes on a GPU of another kind")
-    text = doctor.describe(facts)
-    assert "mlx computes by  plain MLX: MLX computes on" in text
-    assert re.search("mlx extension +not in use: plain MLX does not take it$", text, re.MULTILINE)
-
-
-def test_doctor_without_mlx_says_why_and_still_succeeds():
-    code = """
-import sys
-sys.modules["mlx"] = None
-from kvpool.cli import console, main
-sys.exit(main(["doctor", "--json"]))
-"""
-    result = run_python("-c", code)
-    assert result.returncode == 0, result.stderr
-    facts = json.loads(result.stdout)
-    assert facts["metal"]["available"] is False
-    assert "mlx" in facts["metal"]["reason"]
-    assert "pip install" in facts["backends"]["mlx"]
-    assert facts["mlx_route"] is None
-    assert facts["backends"]["numpy"] is None
-
-
-def test_demo_of_a_model_that_is_not_there_is_refused_before_any_work(capsys, tmp_path):
-    err = refusal(capsys, "demo", "--model", str(tmp_path / "no" / "model"))
-    assert "there is no such folder" in err and len(err.splitlines()) == 1
-
-
-def test_demo_without_rich_says_what_to_install():
-    code = """
-import sys
-sys.modules["rich"] = None
-from kvpool.cli import console, main
-sys.exit(main(["demo"]))
-"""
-    result = run_python("-c", code)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.splitlines() == [
-        "kvpool demo: the summary needs rich: pip install 'kvpool[demo]' (or use --json)"
-    ]
+    assert lines["mlx computes by"].startswith("plain MLX: MLX computes on")

@@ -38,15 +38,6 @@ def test_allocator_takes_the_largest_sizes_that_it_allows(capsys, monkeypatch, m
     assert f"{option} {int(size[:-1]) * 1024 + 1}: out of range" in capsys.readouterr().err
 
 
-def test_attention_rows_stand_beside_a_read(capsys):
-    sizes = ("--batch", "2", "--context", "100", "--dtype", "float32,bfloat16", "--repetitions", "1")
-    facts = facts_of(capsys, "attention", *sizes)
-    assert [row["dtype"] for row in facts["rows"]] == ["float32", "bfloat16"]
-    for row in facts["rows"]:
-        assert row["nbytes"] == attention.Case(row["dtype"], 2, 100, "portable", "NHD", 1).nbytes
-    assert all(row["ratio"] > 0 for row in facts["rows"])
-
-
 def test_attention_runs_each_instruction_set_layout_and_number_of_threads(monkeypatch, capsys):
     """The backend that is timed is the one that the row names."""
     made, factory = [], load_backend("cpu")
@@ -68,7 +59,7 @@ def test_attention_leaves_out_what_does_not_fit(capsys):
 
 
 def test_attention_times_the_decode_that_it_says(monkeypatch, capsys):
-    """What is timed has the queries of one token per sequence, over the whole context."""
+    """What is timed has the queries of one token per sequence, over the whole context, and stands beside a read."""
     seen, factory = [], load_backend("cpu")
 
     class Seen(factory):
@@ -78,8 +69,11 @@ def test_attention_times_the_decode_that_it_says(monkeypatch, capsys):
             return out
 
     monkeypatch.setattr("kvpool_backends.load_backend", lambda name: Seen)
-    facts_of(capsys, "attention", "--batch", "3", "--context", "40", "--dtype", "float32", "--repetitions", "2")
-    assert set(seen) == {((3, 32, 128), True)}
+    sizes = ("--batch", "3", "--context", "40", "--dtype", "float32,bfloat16", "--repetitions", "2")
+    rows = facts_of(capsys, "attention", *sizes)["rows"]
+    assert set(seen) == {((3, 32, 128), True)} and [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+    for row in rows:
+        assert row["ratio"] > 0 and row["nbytes"] == attention.Case(row["dtype"], 3, 40, "portable", "NHD", 1).nbytes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`kvpool fuzz --target`: somebody else's allocator or backend, through its adapter."""
+"""`kvpool fuzz`: the installed core beside its plain model, and somebody else's allocator or backend."""
 
 import itertools
 import json
@@ -11,8 +11,9 @@ from seed_allocator import FAULTS, Adapter, sound
 
 import kvpool
 from kvpool.cli import main
-from kvpool.testing import conformance
+from kvpool.testing import ModelPool, conformance
 from kvpool.testing.fuzz_backend import fuzz_backend
+from kvpool.testing.fuzz_pool import PoolAllocator
 from kvpool.testing.fuzz_target import fuzz_target
 from kvpool_backends.numpy import NumpyBackend
 
@@ -30,22 +31,6 @@ def test_each_fault_of_the_seed_allocator_is_found(fault):
     assert report.script.count("checked.") <= 8, report.script
 
 
-def test_repaired_seed_allocator_passes():
-    report = fuzz_target(sound, calls=CALLS)
-    assert report.finding is None and report.calls >= CALLS
-
-
-def test_script_fails_on_the_allocator_that_made_it():
-    report = fuzz_target(Adapter, calls=CALLS, source="from seed_allocator import Adapter\nAdapter")
-    space = {}
-    exec(report.script, space)
-    with pytest.raises(AssertionError):
-        space["test_fuzz_target"]()
-    space = {}
-    exec(report.script.replace("Adapter(", "sound(").replace("import Adapter", "import sound"), space)
-    space["test_fuzz_target"]()
-
-
 def test_page_shows_what_the_command_prints(capsys):
     page = (Path(__file__).parents[2] / "docs" / "embedding.md").read_text()
     (command,) = re.findall(r"`kvpool (fuzz --target seed_allocator:Adapter\s+--seed\s+\d+)`", page)
@@ -59,26 +44,10 @@ def test_page_shows_what_the_command_prints(capsys):
     assert shown in timeless(page)
 
 
-@pytest.mark.parametrize(("target", "status"), [("seed_allocator:Adapter", 1), ("seed_allocator:sound", 0)])
-def test_command_drives_an_allocator(capsys, target, status):
-    assert main(["fuzz", "--target", target, "--ops", "3000", "--json"]) == status
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["target"] == target
-    assert bool(facts["finding"]) == bool(status)
-    assert ("def test_" in facts["script"]) == facts["script_fails"] == bool(status)
-
-
 @pytest.fixture
 def few_cases(monkeypatch):
     """The kit's whole list has tests of its own."""
     monkeypatch.setattr(conformance, "CASES", [conformance.protocol_is_implemented])
-
-
-def test_command_drives_a_backend(capsys, few_cases):
-    assert main(["fuzz", "--target", "kvpool_backends.numpy:NumpyBackend", "--ops", "20", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["cases"] == {"protocol_is_implemented": "passed"}
-    assert facts["calls"] >= 20
 
 
 def test_command_detects_a_broken_backend(capsys, few_cases):
@@ -213,9 +182,9 @@ def never_made(**sizes):
 HERE = __name__
 
 
-def test_numpy_integers_are_integers():
-    report = fuzz_target(InNumpy, calls=2000)
-    assert report.finding is None, report.script
+def test_sound_allocator_has_no_finding_also_with_integers_of_numpy():
+    report = fuzz_target(InNumpy, calls=CALLS)
+    assert report.finding is None and report.calls >= CALLS, report.script
 
 
 @pytest.mark.parametrize(
@@ -312,7 +281,9 @@ def test_case_that_fails_once_is_a_finding_and_its_script_is_said_to_pass(few_ca
 @pytest.mark.parametrize("target", ["any_allocator", "any_backend", "backend_by_other_names"])
 def test_factory_that_takes_anything_is_judged_by_what_it_makes(capsys, few_cases, target):
     assert main(["fuzz", "--target", f"{HERE}:{target}", "--ops", "20", "--json"]) == 0
-    assert ("cases" in json.loads(capsys.readouterr().out)) == ("backend" in target)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["target"] == f"{HERE}:{target}" and facts["calls"] >= 20 and facts["script"] == ""
+    assert facts.get("cases") == ({"protocol_is_implemented": "passed"} if "backend" in target else None)
 
 
 def backend_never_made(spec, num_blocks):
@@ -325,9 +296,7 @@ def test_backend_by_its_names_that_raises_is_a_finding(capsys):
     assert "IndexError: no backend today" in capsys.readouterr().out
 
 
-def test_cases_that_a_backend_fails_are_a_finding(capsys, few_cases):
-    report = fuzz_backend(NumpyBackend, 1, calls=20)
-    assert report.finding is None and report.cases == {"protocol_is_implemented": "passed"}
+def test_cases_that_a_backend_fails_are_a_finding(few_cases):
     conformance.CASES.append(a_case_that_fails)
     report = fuzz_backend(NumpyBackend, 1, calls=20)
     assert report.finding.startswith("1 of 2 cases of the conformance kit failed\n- a_case_that_fails: ValueError")
@@ -362,3 +331,74 @@ def test_interrupt_is_no_finding():
 def test_fuzz_target_of_a_wrong_kind_is_refused(capsys, more, what):
     assert main(["fuzz", "--ops", "10", "--target", *more]) == 2
     assert what in capsys.readouterr().err
+
+
+# ---- the installed core --------------------------------------------------------------------------------------
+
+
+class LosesCopies(PoolAllocator):
+    """A planted bug: copies are not told."""
+
+    def append(self, seq, tokens):
+        return super().append(seq, tokens)[:0]
+
+
+def test_installed_core_has_no_finding_and_every_part_of_it_is_used():
+    made = []
+
+    class Kept(PoolAllocator):
+        def __init__(self, **sizes):
+            super().__init__(**sizes)
+            made.append(self)
+
+    report = fuzz_target(Kept, 1, calls=20_000)
+    assert report.finding is None, report.script
+    pools = [one.pool for one in made]
+    assert sum(pool.prefix.stats().hit_tokens for pool in pools) > 1_000
+    assert all(sum(getattr(pool.stats(), name) for pool in pools) > 100 for name in ("cow_copies", "evictions"))
+
+
+def test_finding_is_printed_as_a_test_and_can_be_made_again(capsys, monkeypatch):
+    monkeypatch.setattr("kvpool.testing.fuzz_pool.PoolAllocator", LosesCopies)
+    assert main(["fuzz", "--ops", "1e5", "--seed", "4", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kind"] == "content" and facts["script_fails"] and "--target" not in facts["again"]
+    assert facts["script"].count("checked.") < 8, "it was not shrunk"
+    assert_repeats(capsys, facts)
+    monkeypatch.undo()
+    space = {}
+    exec(facts["script"], space)
+    space["test_fuzz_target"]()
+
+
+class FindsLess(ModelPool):
+    """A planted bug of the model: half of a hit is not found."""
+
+    def open(self, tokens=0, *given, **options):
+        return super().open(tokens if isinstance(tokens, int) else [*tokens[: len(tokens) // 2], 99], *given, **options)
+
+
+def test_pool_and_model_that_disagree_are_a_finding(monkeypatch):
+    monkeypatch.setattr("kvpool.testing.fuzz_pool.ModelPool", FindsLess)
+    report = fuzz_target(PoolAllocator, 1, calls=20_000)
+    assert report.kind == "model" and "the plain model" in report.finding and report.script_fails
+
+
+def test_same_seed_makes_the_same_calls(capsys):
+    made = []
+    for _ in range(2):
+        assert main(["fuzz", "--ops", "1000", "--seed", "9", "--json"]) == 0
+        made.append(json.loads(capsys.readouterr().out)["calls"])
+    assert made[0] == made[1] >= 1000
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *("--seconds soon", "--seconds -1", "--ops many", "--ops inf", "--ops 0", "--blocks 3", "--block-size 0"),
+        *("--seed x", "--target nowhere", "--target kvpool:nothing", "--target no_such_module:f"),
+    ],
+)
+def test_nonsense_is_refused(capsys, argv):
+    assert main(["fuzz", *argv.split()]) == 2
+    assert f"kvpool fuzz: {argv}: " in capsys.readouterr().err

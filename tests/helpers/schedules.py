@@ -78,3 +78,12 @@ class Machine:
                 return outputs
             outputs.update({(output.id, output.index): output for output in done[1]})
         raise AssertionError(f"not done after {limit} steps: {self.scheduler}")
+
+
+def drain(scheduler, token=0):
+    """Give every sample one token, step for step, until nothing is left; return the outputs."""
+    outputs = []
+    while (step := scheduler.schedule()) is not None:
+        outputs += scheduler.update(step, np.full(len(step.sample_at), token, np.int32))
+        scheduler.check()
+    return outputs

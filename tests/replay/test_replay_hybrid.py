@@ -72,25 +72,6 @@ def test_second_turn_begins_at_the_checkpoint_of_the_first():
     assert counted["written_nbytes"] == {"full": (4 + 3) * 10, "state": 60 * 10}
 
 
-def test_checkpoint_that_finds_no_blocks_is_wanted_and_not_taken():
-    trace = make_trace([(14, 2, [0, 1, 2]), (22, 2, [0, 1, 2, 3, 4])])
-    shape = shape_of(Group.full(), Group.state(2, blocks=18))
-    counted = replay(trace, shape=shape, num_blocks=20, concurrency=1).counters
-    # wanted: two ends of prompts, and the junction of the second one
-    assert (counted["checkpoints_wanted"], counted["checkpoints_taken"], counted["hit_tokens"]) == (3, 0, 0)
-    assert counted["avoidable_tokens"] == counted["shareable_tokens"] == 12
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"num_blocks": 0}, "num_blocks"), ({"concurrency": 0}, "concurrency"), ({"block_size": 3}, "multiples of 3")],
-)
-def test_options_that_do_not_fit_are_refused(options, said):
-    shape = shape_of(Group.full(), Group.state(2, blocks=3), block_size=options.pop("block_size", 4))
-    with pytest.raises(ValueError, match=rf"^\[replay\] .*{said}"):
-        replay(make_trace([(14, 2, [0, 1, 2])]), shape=shape, **{"num_blocks": 9, "concurrency": 1, **options})
-
-
 def test_command_says_what_the_replay_counted(capsys):
     facts = json.loads(output(capsys, *COMMAND, "--num-blocks", "6000", "--json"))
     (run,) = facts["runs"]

@@ -18,6 +18,7 @@ EXAMPLE_LINES_MAX = 30
 def test_example_prints_what_is_shown():
     result = subprocess.run([sys.executable, "-W", "error", "-c", EXAMPLE[1]], capture_output=True, text=True)
     assert (result.stdout, result.stderr, result.returncode) == (EXAMPLE[2], "", 0)
+    assert len([line for line in EXAMPLE[1].splitlines() if line]) <= EXAMPLE_LINES_MAX
 
 
 def test_mlx_lm_example_generates_what_mlx_lm_generates(monkeypatch, capsys):
@@ -32,10 +33,6 @@ def test_mlx_lm_example_generates_what_mlx_lm_generates(monkeypatch, capsys):
     exec(code, ran)
     text = mlx_lm.generate(model, tokenizer, "Once upon a time", max_tokens=100)
     assert capsys.readouterr().out == text + "\n" and model is ran["model"]
-
-
-def test_example_is_at_most_30_lines():
-    assert len([line for line in EXAMPLE[1].splitlines() if line]) <= EXAMPLE_LINES_MAX
 
 
 def test_named_make_targets_exist():

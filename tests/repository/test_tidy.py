@@ -6,6 +6,7 @@ from pathlib import Path
 
 from conftest import BEGIN_FIRST
 
+from benchmarks import house
 from tests.verify.mutants.source import uncommented
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,12 +36,10 @@ CORE_NAME = re.compile(
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool/serving/", "kvpool_backends/mlx/"),
-    *("kvpool/cli/report.py", "kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py"),
-    "benchmarks/quality.py",
+    *("kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py", "benchmarks/quality.py"),
     *("kvpool/cli/demo/", "kvpool/cli/doctor.py", "benchmarks/demo/lm.py", "benchmarks/tiny_families.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
-CYTHON_IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+c?import\s+(\([^)]*\)|.*)|c?import\s+([\w.]+))", re.MULTILINE)
 CYTHON_FUNCTION = re.compile(r"(?!\s*c?p?def\s+(?:extern|enum|struct|class|packed))\s*(?:def|cdef|cpdef)\b.*?\b(\w+)\(")
 
 
@@ -54,38 +53,19 @@ def relative(path):
     return str(path.relative_to(ROOT))
 
 
-def python_imports(path, *, inside_functions):
-    """Return the dotted names that a .py file imports, those under TYPE_CHECKING left out."""
-    names = []
+def imports_of(path, *, inside_functions):
+    """Return the dotted names that a file imports, in Python those under TYPE_CHECKING left out."""
 
-    def visit(node):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions:
-            return
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
-        if isinstance(node, ast.Import):
-            names.extend(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            names.extend([base, *(f"{base}.{alias.name}" for alias in node.names)])
-        for child in ast.iter_child_nodes(node):
-            visit(child)
+    def left_out(node):
+        is_inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions
+        return is_inside or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
 
-    visit(ast.parse(path.read_text()))
-    return names
-
-
-def cython_imports(text):
-    """Return the dotted names that Cython source imports or cimports."""
-    names = []
-    for module, imported, plain in CYTHON_IMPORT.findall(text):
-        if plain:
-            names.append(plain)
-        else:
-            words = [part.split()[0] for part in imported.strip("()\n ").split(",") if part.strip()]
-            names.extend([module, *(f"{module}.{word}" for word in words)])
-    return names
+    text, module = path.read_text(), house.module_of(path.relative_to(ROOT))
+    if path.suffix == ".py":
+        found = house.imports_of_python(text, module, path.stem == "__init__", left_out)
+    else:
+        found = house.imports_of_cython(text)
+    return [f"{base}.{name}" if name else base for base, name in found]
 
 
 def belongs(imported, package):
@@ -136,21 +116,14 @@ def test_functions_are_short():
     assert not found
 
 
-def test_lines_are_short_and_clean():
-    found = []
-    for path in sources(*SUFFIXES):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if "\t" in line or line != line.rstrip() or (len(line) > LINE_LENGTH_MAX and "://" not in line):
-                found.append(f"{relative(path)}:{number}: {line!r}")
-    assert not found
-
-
-def test_nothing_is_left_unfinished():
+def test_lines_are_short_and_clean_and_nothing_is_left_unfinished():
     found = []
     for path in [*sources(*SUFFIXES, ".md"), ROOT / "Makefile"]:
+        is_code = path.suffix in SUFFIXES
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            if UNFINISHED.search(line):
-                found.append(f"{relative(path)}:{number}: {line.strip()}")
+            is_long = len(line) > LINE_LENGTH_MAX and "://" not in line
+            if UNFINISHED.search(line) or (is_code and ("\t" in line or line != line.rstrip() or is_long)):
+                found.append(f"{relative(path)}:{number}: {line!r}")
     assert not found
 
 
@@ -217,10 +190,7 @@ def test_kvpool_imports_no_backend_and_no_adapter():
     for path in sources(".py", ".pyx", ".pxd", ".pxi"):
         if not relative(path).startswith("kvpool/"):
             continue
-        if path.suffix == ".py":
-            imports = python_imports(path, inside_functions=False)
-        else:
-            imports = cython_imports(path.read_text())
+        imports = imports_of(path, inside_functions=False)
         forbidden = ["kvpool_backends"]
         if not relative(path).startswith(FRAMEWORK_USERS):
             forbidden += ["kvpool.adapters"]
@@ -234,7 +204,7 @@ def test_backends_import_the_protocol_and_no_more():
     found = []
     for path in sources(".py"):
         if relative(path).startswith("kvpool_backends/"):
-            imports = [i for i in python_imports(path, inside_functions=True) if belongs(i, "kvpool")]
+            imports = [i for i in imports_of(path, inside_functions=True) if belongs(i, "kvpool")]
             found += [f"{relative(path)} imports {i}" for i in imports if not any(belongs(i, a) for a in allowed)]
     assert not found
 
@@ -245,7 +215,7 @@ def test_frameworks_are_imported_where_they_are_used_only():
     for path in sources(".py"):
         if not relative(path).startswith(("kvpool/", "kvpool_backends/")) or relative(path).startswith(FRAMEWORK_USERS):
             continue
-        imports = python_imports(path, inside_functions=True)
+        imports = imports_of(path, inside_functions=True)
         found += [f"{relative(path)} imports {i}" for i in imports if any(belongs(i, f) for f in FRAMEWORKS)]
     assert not found
 

@@ -1,18 +1,13 @@
 """`Needs.growth`: sequences for which so many blocks are free never find too few, whatever they share; and not more."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
-from planted import Faults
 
 from kvpool import Group, Plan, Pool
-from kvpool.errors import OutOfBlocks
 from kvpool.scheduler.needs import Needs
 
 SEEDS = range(150)
 PLENTY = 4000
-fault = Faults()
 
 
 def drawn_groups(rng):
@@ -138,29 +133,3 @@ def test_row_that_holds_its_window_needs_only_what_is_missing(length):
     held = pool.stats().used
     needs = Needs(pool, 1)
     assert needs.growth([length], [1500])[0] - 1 <= needs.growth([0], [1500])[0] - 1 - held + 1
-
-
-# ---- faults
-
-
-@fault
-def growth_without_the_copy_of_a_tail():
-    growth = Needs.growth
-
-    def less(self, lens, limits):
-        found = growth(self, lens, limits)
-        return [count - columns * len(lens) for count, columns in zip(found, self._columns, strict=True)]
-
-    with mock.patch.object(Needs, "growth", less):
-        yield
-
-
-@pytest.mark.parametrize("name", fault)
-def test_planted_fault_runs_out_of_blocks(name):
-    with fault[name]():
-        for seed in SEEDS:
-            try:
-                served(seed)
-            except OutOfBlocks:
-                return
-    pytest.fail(f"{name} was not seen in {len(SEEDS)} runs")

@@ -1,8 +1,9 @@
-"""Beams: ties, blocks, preemption, ends. Random workloads compare them with a plain search (test_token_model)."""
+"""Beams: blocks, preemption, ends. Random workloads compare them with a plain search, which is judged here too."""
 
 import numpy as np
 import pytest
 from schedules import Machine, logprobs_of
+from token_model import TokenModel
 
 from kvpool import Pool, Request, Scheduler
 
@@ -32,22 +33,6 @@ def run(scheduler, pool, vocabulary=VOCABULARY, candidates=9, machine=None):
     scheduler.check()
     assert pool.stats().used == 0
     return outputs
-
-
-def test_beams_ties_take_the_lower_row_then_the_lower_candidate():
-    pool = Pool(64, 4)
-    scheduler = Scheduler(pool)
-    scheduler.add(Request([1], max_tokens=3, beam_width=2, n=2))
-    flat = np.full((1, 4), -1.0, np.float32)
-    step = scheduler.schedule()
-    scheduler.update(step, np.int32([0]), beams=(np.int32([[5, 6, 7, 8]]), flat))
-    assert [scheduler.tokens_of(0, i).tolist() for i in range(2)] == [[5], [6]]
-    step = scheduler.schedule()
-    assert step.tokens.tolist() == [5, 6] and step.sample_index.tolist() == [0, 1]
-    assert step.beam_width.tolist() == [2, 2]
-    scheduler.update(step, np.int32([0, 0]), beams=(np.int32([[1, 2, 3, 4], [5, 6, 7, 8]]), np.repeat(flat, 2, 0)))
-    assert [scheduler.tokens_of(0, i).tolist() for i in range(2)] == [[5, 1], [5, 2]]
-    scheduler.check()
 
 
 def test_beams_reorder_copies_no_more_than_the_shared_tail():
@@ -84,21 +69,21 @@ def test_beams_cancelled_give_the_best_so_far(after):
     pool = Pool(64, 4)
     scheduler = Scheduler(pool)
     scheduler.add(Request([1, 2], max_tokens=9, beam_width=3, n=2))
-    logprobs = np.float32([[-1, -2, -3, -9, -9, -9]])
+
+    def update(step):
+        rows = len(step.sample_at)
+        continuations = np.tile(np.int32(range(6)), (rows, 1)), np.tile(np.float32([-1, -2, -3, -9, -9, -9]), (rows, 1))
+        return scheduler.update(step, np.zeros(rows, np.int32), beams=continuations)
+
     for _ in range(after):
-        rows = len((step := scheduler.schedule()).sample_at)
-        tokens = np.tile(np.arange(6, dtype=np.int32), (rows, 1))
-        scheduler.update(step, np.zeros(rows, np.int32), beams=(tokens, np.repeat(logprobs, rows, 0)))
+        update(scheduler.schedule())
     step = scheduler.schedule() if after else None
     outputs = scheduler.cancel(0)
     scheduler.check()
     assert [output.finish_reason for output in outputs] == ["cancelled"] * 2
     assert outputs[0].tokens.tolist() == [0] * after
     assert outputs[0].score >= outputs[1].score
-    if step:
-        rows = len(step.sample_at)
-        tokens = np.tile(np.arange(6, dtype=np.int32), (rows, 1))
-        assert scheduler.update(step, np.zeros(rows, np.int32), beams=(tokens, np.repeat(logprobs, rows, 0))) == []
+    assert step is None or update(step) == []
     assert scheduler.schedule() is None and pool.stats().used == 0
     scheduler.check()
 
@@ -170,3 +155,28 @@ def test_beams_that_come_back_and_cannot_fork_wait_without_loss():
     scheduler.fail(step)
     (outputs,) = run(scheduler, pool).values()
     assert [output.tokens.tolist() for output in outputs] == alone(request)
+
+
+@pytest.mark.parametrize("eos", [(), (2,)])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+def test_wide_beam_finds_the_best_of_all_continuations(eos, length_penalty):
+    """With a beam as wide as the tree nothing is pruned: the result is the best of every possible text."""
+    model = TokenModel(vocabulary=4, seed=8)
+    prompt, longest = [1, 3, 0], 4
+
+    def texts(tokens):
+        for token in range(4):
+            text = [*tokens, token]
+            if token in eos or len(text) == longest:
+                yield text
+            else:
+                yield from texts(text)
+
+    def score(text):
+        states = model.states([*prompt, *text])[len(prompt) - 1 : -1]
+        return float(model.logprobs(states)[np.arange(len(text)), text].sum()) / len(text) ** length_penalty
+
+    best = sorted(texts([]), key=score, reverse=True)[:3]
+    found = model.beam(prompt, longest, 256, 3, eos=eos, length_penalty=length_penalty)
+    assert [g.tokens.tolist() for g in found] == best
+    assert [g.score for g in found] == pytest.approx([score(text) for text in best])

@@ -203,11 +203,6 @@ class Calls(RuleBasedStateMachine):
         self.refused(RuntimeError, self.scheduler.update, self.old, np.zeros(count, np.int32))
         self.refused(RuntimeError, self.scheduler.fail, self.old)
 
-    @rule()
-    def take_no_step(self):
-        self.refused(TypeError, self.scheduler.update, None, np.zeros(1, np.int32))
-        self.refused(TypeError, self.scheduler.fail, 7)
-
     @precondition(lambda self: self.out)
     @rule(which=st.integers(0, 3))
     def wrong_arguments_of_update(self, which):
@@ -287,7 +282,7 @@ def test_refused_request_that_stays_in_the_queue_is_detected(monkeypatch):
         try:
             judge(self, request)
         except RequestRejected:
-            self._core.new_group(request)
+            self._core.new_group(request, False)
             raise
 
     monkeypatch.setattr(Scheduler, "_judge", keep)

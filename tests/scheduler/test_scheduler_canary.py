@@ -1,60 +1,58 @@
 """The random workloads find faults: one of each kind is planted here, and makes one of them fail.
 
-A fault is a context manager that breaks the scheduler or the pool in one place. Workloads are drawn by seed until one
-fails; a fault that survives all of them is a hole in the workloads.
+A fault is a context manager that breaks the scheduler or the pool in one place. Workloads of a kind are drawn by seed
+until one fails; a fault that survives all of them is a hole in the workloads.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
-from planted import Faults
-from scheduler_workload import Runner, Workload, draw
+from eviction_group_workload import EvictingGroupRunner, draw_evicting_groups
+from eviction_workload import EvictingRunner, draw_evicting
+from group_workload import GroupRunner, draw_groups
+from scheduler_workload import Runner, draw
+from test_needs import served
+from test_scheduler_drafts import drafting
 
-from kvpool import Scheduler
-from kvpool.scheduler import beams, results
+from kvpool import Pool, Scheduler
+from kvpool.errors import OutOfBlocks
+from kvpool.eviction import Evictor, Memory
+from kvpool.scheduler import beams, policy
+from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.state import Core
 
 WORKLOADS = 100
-fault = Faults()
-WHERE: dict[str, Any] = {}  # which workloads can show it at all; all of them by default
-FIRST = {"cancelled_request_keeps_its_blocks": 6, "priority_is_ignored": 3}  # where to begin, to be quick
+KINDS = {
+    "plain": lambda seed: Runner(draw(seed), check_every=1).run(),
+    "ahead": lambda seed: Runner(draw(seed), check_every=1, ahead=True).run(),
+    "drafts": lambda seed: Runner(drafting(draw(seed)), check_every=1).run(),
+    "groups": lambda seed: GroupRunner(draw_groups(seed), check_every=1).run(),
+    "growth": served,
+    "evicting": lambda seed: EvictingRunner(*draw_evicting(seed)).run(),
+    "evicting groups": lambda seed: EvictingGroupRunner(*draw_evicting_groups(seed)).run(),
+}
+FAULTS: dict[str, Any] = {}
 
 
-def only_where(condition):
-    """Say which workloads can show a fault, to look for it there."""
+def fault(kind, first=0):
+    """Keep a fault by its name, with the kind of workloads that show it, and a seed that does so soon."""
 
     def note(plant):
-        WHERE[plant.__name__] = condition
+        FAULTS[plant.__name__] = contextmanager(plant), KINDS[kind], first
         return plant
 
     return note
 
 
-def one_sequence_each(workload: Workload) -> bool:
-    requests = [request for _, request in workload.arrivals]
-    return len(requests) > 3 and all(request.n == 1 and not request.beam_width for request in requests)
-
-
-def has_a_beam(workload: Workload) -> bool:
-    return any(request.beam_width > 1 for _, request in workload.arrivals)
-
-
-def convicted(workload: Workload) -> bool:
-    try:
-        Runner(workload, check_every=1).run()
-    except AssertionError:
-        return True
-    return False
-
-
 # ---- faults of memory
 
 
-@fault
+@fault("plain", 6)
 def cancelled_request_keeps_its_blocks():
     release = Core.release
 
@@ -67,24 +65,54 @@ def cancelled_request_keeps_its_blocks():
         yield
 
 
-# ---- faults of tokens
+@fault("groups", 19)
+def promises_are_forgotten():
+    with mock.patch.object(Core, "promised", lambda self: self.needs.nothing):
+        yield
 
 
-@fault
-def eos_at_the_last_token_counts_as_length():
-    why = results.why_ended
+@fault("growth")
+def growth_without_the_copy_of_a_tail():
+    growth = Needs.growth
 
-    def short(group, tokens):
-        return "length" if len(tokens) >= group.request.max_tokens else why(group, tokens)
+    def less(self, lens, limits):
+        found = growth(self, lens, limits)
+        return [count - columns * len(lens) for count, columns in zip(found, self._columns, strict=True)]
 
-    with mock.patch.object(results, "why_ended", short):
+    with mock.patch.object(Needs, "growth", less):
+        yield
+
+
+@fault("ahead")
+def blocks_of_a_pinned_prefix_are_counted_twice():
+    fits = policy.fits_found
+
+    def unpinned(core, *arguments):
+        was, core.is_ahead = core.is_ahead, False
+        try:
+            return fits(core, *arguments)
+        finally:
+            core.is_ahead = was
+
+    with mock.patch.object(policy, "fits_found", unpinned):
+        yield
+
+
+@fault("drafts")
+def drafts_are_computed_without_blocks():
+    has_room = Core.has_room
+
+    def always(core, batch, new=1):
+        return not isinstance(new, int) or has_room(core, batch, new)
+
+    with mock.patch.object(Core, "has_room", always):
         yield
 
 
 # ---- faults of policy
 
 
-@fault
+@fault("plain", 3)
 def priority_is_ignored():
     enroll = WaitingQueue.enroll
 
@@ -96,16 +124,15 @@ def priority_is_ignored():
         yield
 
 
-@only_where(one_sequence_each)
-@fault
+@fault("plain")
 def victim_goes_to_the_end_of_the_queue():
     """Not a wrong token anywhere: what was admitted first would wait for all who came later."""
-    wait = Core.wait
-    with mock.patch.object(Core, "wait", lambda self, sequence, *, front=False: wait(self, sequence)):
+    push = WaitingQueue.push
+    with mock.patch.object(WaitingQueue, "push", lambda self, sequence, *, front=False: push(self, sequence)):
         yield
 
 
-@fault
+@fault("plain")
 def everybody_is_preempted_in_every_step():
     """A livelock."""
     decide = Scheduler._decide
@@ -121,21 +148,57 @@ def everybody_is_preempted_in_every_step():
         yield
 
 
-# ---- faults of beams
-
-
-@only_where(has_a_beam)
-@fault
+@fault("plain")
 def beam_ends_with_the_first_finished_hypotheses():
     with mock.patch.object(beams, "decided", lambda beam, best, length: bool(beam.done)):
         yield
 
 
-@pytest.mark.parametrize("name", fault)
+# ---- faults of eviction
+
+
+@fault("evicting", 6)
+def slot_keeps_what_was_seen_before():
+    start = Memory.start
+    with mock.patch.object(Memory, "start", lambda self, row: start(self, row) if row >= len(self.known) else None):
+        yield
+
+
+@fault("evicting", 6)
+def shared_blocks_are_compacted_as_they_are():
+    compact = Pool.compact
+
+    def force(self, handles, lens, first=0, group=0):
+        return compact(self, handles, lens, 2**30, group)  # as if nothing had to move
+
+    forced = type("Forced", (Pool,), {"compact": force})
+    with (
+        mock.patch.object(Evictor, "_unshare", lambda *_: None),
+        mock.patch("eviction_workload.Pool", forced),
+        mock.patch("scheduler_workload.Pool", forced),
+    ):
+        yield
+
+
+@fault("evicting groups", 48)
+def prefix_is_found_beyond_the_budget():
+    init = Core.__init__
+
+    def without(self, *given):
+        init(self, *given)
+        self.findable = 2**31 - 1
+
+    with mock.patch.object(Core, "__init__", without):
+        yield
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_detected(name):
-    with fault[name]():
-        seeds = ((FIRST.get(name, 0) + number) % WORKLOADS for number in range(WORKLOADS))
-        workloads = map(draw, seeds)
-        if any(convicted(workload) for workload in workloads if WHERE.get(name, lambda w: True)(workload)):
-            return
+    plant, run, first = FAULTS[name]
+    with plant():
+        for seed in range(first, first + WORKLOADS):
+            try:
+                run(seed)
+            except (AssertionError, OutOfBlocks):
+                return
     raise AssertionError(f"{name} survived {WORKLOADS} workloads")

@@ -2,39 +2,9 @@
 
 import numpy as np
 import pytest
-from schedules import Machine, greedy, next_token
 
 from kvpool import Group, Pool, Request, Scheduler
 from kvpool.errors import PlanStateError, StaleHandle
-
-
-def test_cancel_waiting_request_leaves_nothing():
-    scheduler = Scheduler(Pool(64, 4))
-    scheduler.add(Request([1, 2], id="a"))
-    (output,) = scheduler.cancel("a")
-    assert (output.id, output.index, output.tokens.tolist(), output.finish_reason) == ("a", 0, [], "cancelled")
-    assert output.times.admitted is None
-    assert scheduler.schedule() is None
-    scheduler.check()
-
-
-def test_cancel_slot_is_not_reused_before_the_step_is_in():
-    """Samples are forked in `update`: not into the lane of a row that is still in the step."""
-    pool = Pool(64, 4)
-    scheduler = Scheduler(pool, max_running=3)
-    scheduler.add(Request([1, 2, 3], id="a", max_tokens=8))
-    machine = Machine(scheduler, pool)
-    machine.step()
-    fan = Request([5, 6], id="n", n=3, max_tokens=4)
-    scheduler.add(fan)
-    step = scheduler.schedule()
-    scheduler.cancel("a")
-    tokens = np.array([next_token(context) for context in machine.execute(step)], np.int32)
-    scheduler.update(step, tokens)
-    scheduler.check()
-    outputs = machine.run()
-    assert {index: outputs["n", index].tokens.tolist() for index in range(3)} == dict.fromkeys(range(3), greedy(fan)[0])
-
 
 RESET = {
     "one table": {},

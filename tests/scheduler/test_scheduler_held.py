@@ -1,6 +1,7 @@
 """`Scheduler.add(held=True)`: a request that keeps its place while something that it needs is on its way."""
 
 import pytest
+from schedules import drain
 
 from kvpool import Pool, Request, Scheduler
 from kvpool.errors import RequestRejected
@@ -12,11 +13,7 @@ def scheduler(**options):
 
 def run(one):
     """Run to the end; returns the ids in the order in which they ended."""
-    ended = []
-    while (step := one.schedule()) is not None:
-        ended += [output.id for output in one.update(step, step.sample_position + 7)]
-        one.check()
-    return ended
+    return [output.id for output in drain(one)]
 
 
 def test_held_request_runs_after_its_release_only():
@@ -27,6 +24,8 @@ def test_held_request_runs_after_its_release_only():
     one.check()
     one.release("held")
     assert run(one) == ["held"]
+    one.release("held")  # now that it has ended, nothing happens
+    assert run(one) == []
 
 
 def test_held_request_keeps_its_place_in_the_queue():
@@ -46,29 +45,16 @@ def test_held_request_counts_as_one_that_waits_and_in_the_share_of_its_tenant():
             one.add(Request([1, 2], 2, tenant=tenant))
 
 
-def test_cancelled_request_that_is_held_is_gone():
-    one = scheduler()
-    one.add(Request([1, 2], 2, id="held"), held=True)
-    assert [output.finish_reason for output in one.cancel("held")] == ["cancelled"]
-    one.release("held")
-    one.check()
-    assert one.schedule() is None
-
-
-def test_deadline_of_a_held_request_is_seen_by_expire():
+def test_held_request_that_is_cancelled_or_late_is_gone():
     now = [0.0]
     one = scheduler(clock=lambda: now[0])
-    one.add(Request([1, 2], 2, deadline=5.0), held=True)
+    for name in ("dropped", "late"):
+        one.add(Request([1, 2], 2, id=name, deadline=5.0), held=True)
+    assert [output.finish_reason for output in one.cancel("dropped")] == ["cancelled"]
+    one.release("dropped")
+    one.check()
     assert one.expire() == []
     now[0] = 6.0
-    assert [output.finish_reason for output in one.expire()] == ["deadline"]
+    assert [(output.id, output.finish_reason) for output in one.expire()] == [("late", "deadline")]
     one.check()
-
-
-def test_release_of_what_is_not_held_does_nothing():
-    one = scheduler()
-    one.release("nobody")
-    one.add(Request([1, 2], 2, id=1))
-    one.release(1)
-    one.check()
-    assert run(one) == [1]
+    assert one.schedule() is None

@@ -3,45 +3,31 @@
 import numpy as np
 import pytest
 from scheduler_workload import Runner, Workload
-from schedules import Machine, greedy
-from token_model import TokenMemory, TokenModel
+from schedules import Machine, drain, greedy
 
 from kvpool import Group, Pool, Request, Scheduler
 from kvpool.scheduler.request import DECODING
 
 
-def until_preempted(policy, priorities=(0, 0, 0), beam=None):
-    """Three sequences a, b, c of 9, 3 and 6 prompt tokens in a pool that gets too small; return who lost its blocks."""
-    pool = Pool(12, 2)
-    scheduler = Scheduler(pool, watermark=0, preempt=policy)
-    machine = Machine(scheduler, pool)
-    names = {}
-    for name, length, priority in zip("abc", (9, 3, 6), priorities, strict=True):
-        names[name] = Request(range(length), max_tokens=13, id=name, priority=priority)
-        scheduler.add(names[name])
-    while not scheduler.stats().preemptions:
-        machine.step()
-    requests = {scheduler.request_of(lane).id for lane in range(256) if scheduler._core.rows.sequences[lane]}
-    scheduler.check()
-    outputs = machine.run()
-    assert {name: outputs[name, 0].tokens.tolist() for name in names} == {n: greedy(r)[0] for n, r in names.items()}
-    assert pool.stats().used == 0
-    return set("abc") - requests, scheduler
-
-
 @pytest.mark.parametrize(
-    ("policy", "priorities", "victims"),
+    ("policy", "priorities", "victim"),
     [
-        ("last", (0, 0, 0), {"c"}),
-        ("longest", (0, 0, 0), {"a"}),
-        ("priority", (0, 0, 0), {"c"}),
-        ("priority", (3, 2, 2), {"c"}),
-        ("priority", (2, 2, 3), {"b"}),
-        ("priority", (0, 2, 1), {"a"}),
+        ("last", (0, 0, 0), "c"),
+        ("longest", (0, 0, 0), "a"),
+        *(("priority", (0, 0, 0), "c"), ("priority", (3, 2, 2), "c"), ("priority", (2, 2, 3), "b")),
+        ("priority", (0, 2, 1), "a"),
     ],
 )
-def test_preempt_policy_names_the_victim(policy, priorities, victims):
-    assert until_preempted(policy, priorities)[0] == victims
+def test_preempt_policy_names_the_victim(policy, priorities, victim):
+    pool = Pool(12, 2)  # gets too small for three sequences with prompts of 9, 3 and 6 tokens
+    scheduler = Scheduler(pool, watermark=0, preempt=policy)
+    machine = Machine(scheduler, pool)
+    for name, length, priority in zip("abc", (9, 3, 6), priorities, strict=True):
+        scheduler.add(Request(range(length), max_tokens=13, id=name, priority=priority))
+    while not scheduler.stats().preemptions:
+        machine.step()
+    running = {scheduler.request_of(lane).id for lane in scheduler._core.rows.running().tolist()}
+    assert set("abc") - running == {victim}
 
 
 def test_preempt_grower_is_the_sequence_that_finds_no_block():
@@ -129,8 +115,7 @@ def test_what_a_request_finds_of_others_is_a_hit_once():
         scheduler.add(Request([*range(8), end], max_tokens=10))
         step = scheduler.schedule()  # the prompt of the first is known when the second comes
         scheduler.update(step, np.full(len(step.sample_at), 7, np.int32))
-    while (step := scheduler.schedule()) is not None:
-        scheduler.update(step, np.full(len(step.sample_at), 7, np.int32))
+    drain(scheduler, 7)
     assert scheduler.stats().preemptions > 0
     assert scheduler.stats().hit_tokens == pool.prefix.stats().hit_tokens == 8
 
@@ -182,22 +167,13 @@ def test_sample_that_starts_over_alone_twice_is_detected(monkeypatch):
 def test_step_when_the_only_decode_was_preempted_is_a_chunk_of_those_who_stay(mixed):
     pool = Pool(8, 1, reserved_blocks=0)
     scheduler = Scheduler(pool, max_running=4, prefill_chunk=1, watermark=0, preempt="grower", mixed=mixed)
-    model = TokenModel()
-    memory = TokenMemory(model, 8, 1)
-    requests = {0: Request([1], 6, id=0), 1: Request([2, 3, 4, 5, 6], 1, id=1)}
-    outputs = {}
+    machine = Machine(scheduler, pool)
+    requests = [Request([1], 6, id=0), Request([2, 3, 4, 5, 6], 1, id=1)]
     scheduler.add(requests[0])
-    for turn in range(60):
-        if turn == 1:
-            scheduler.add(requests[1])
-        step = scheduler.schedule()
-        if step is None:
-            break
-        assert len(step.handles) > 0
-        states = memory.forward(step.tokens, step.plan)
-        for output in scheduler.update(step, model.greedy(states[step.sample_at])):
-            outputs[output.id] = output.tokens.tolist()
-        scheduler.check()
-    assert scheduler.stats().preemptions > 0
-    assert outputs == {i: model.solo(r.prompt, r.max_tokens).tokens.tolist() for i, r in requests.items()}
-    assert pool.stats().used == 0
+    machine.step()
+    scheduler.add(requests[1])
+    outputs = machine.run()
+    assert scheduler.stats().preemptions > 0 and pool.stats().used == 0
+    assert {request.id: greedy(request)[0] for request in requests} == {
+        name: output.tokens.tolist() for (name, _), output in outputs.items()
+    }

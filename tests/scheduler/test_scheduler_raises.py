@@ -309,19 +309,9 @@ def hooked(owner, name):
     return hook
 
 
-def with_clock():
-    hook = Hook(iter(range(10**6)).__next__)
-    return hook, crowd(clock=hook)
-
-
-def with_pad_to():
-    hook = Hook(lambda rows, tokens: (rows, tokens))
-    return hook, crowd(pad_to=hook)
-
-
-def with_drafts():
-    hook = Hook(lambda rows: [one.generated[-1:] for one in rows])
-    return hook, crowd(speculate=hook)
+def with_option(name, function):
+    hook = Hook(function)
+    return hook, crowd(**{name: hook})
 
 
 def with_tier(name):
@@ -337,9 +327,9 @@ def with_evictor(part, name):
 
 
 GIVEN = {
-    "clock": with_clock,
-    "pad_to": with_pad_to,
-    "propose": with_drafts,
+    "clock": lambda: with_option("clock", iter(range(10**6)).__next__),
+    "pad_to": lambda: with_option("pad_to", lambda rows, tokens: (rows, tokens)),
+    "speculate": lambda: with_option("speculate", lambda rows: [one.generated[-1:] for one in rows]),
     "spill_to_host": partial(with_tier, "spill_to_host"),
     "prefetch": partial(with_tier, "prefetch"),
     "copy_blocks": partial(with_evictor, "backend", "copy_blocks"),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvpool import Pool, Request, Scheduler
-from kvpool.scheduler import results
 
 STEPS = 20
 
@@ -44,18 +43,6 @@ def test_decode_step_python_calls_do_not_depend_on_the_rows(request_options):
     few, many = (calls(decoding(rows, **request_options), rows) for rows in (16, 256))
     assert few == many
     assert many / STEPS < 150
-
-
-def test_decode_step_gate_notices_work_per_row(monkeypatch):
-    store = results.store
-
-    def slow(rows, lanes, *arguments):
-        for lane in lanes.tolist():
-            rows.remaining(lane)
-        return store(rows, lanes, *arguments)
-
-    monkeypatch.setattr(results, "store", slow)
-    assert calls(decoding(256), 256) > calls(decoding(16), 16) + 200 * STEPS
 
 
 def test_decode_step_keeps_no_memory():

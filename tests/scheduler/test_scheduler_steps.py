@@ -2,41 +2,44 @@
 
 import numpy as np
 import pytest
-from schedules import Machine
+from schedules import Machine, greedy
 
 from kvpool import Pool, Request, Scheduler
-
-
-def decoding(scheduler, machine, prompts, max_tokens=100):
-    """Add prompts and step until all of them decode; return their ids."""
-    names = [scheduler.add(Request(prompt, max_tokens=max_tokens)) for prompt in prompts]
-    while scheduler.stats().decoding < len(names):
-        machine.step()
-    return names
 
 
 def test_schedule_decodes_come_first_in_order_of_admission_then_chunks():
     pool = Pool(200, 4)
     scheduler = Scheduler(pool, prefill_chunk=4)
     machine = Machine(scheduler, pool)
-    first = decoding(scheduler, machine, [[1, 2], [3], [4, 5, 6]])
-    later = [scheduler.add(Request(range(10), max_tokens=5)), scheduler.add(Request(range(3), max_tokens=5))]
+    first = [scheduler.add(Request(prompt, max_tokens=100)) for prompt in ([1, 2], [3], [4, 5, 6])]
+    while scheduler.stats().decoding < 3:
+        machine.step()
+    later = [scheduler.add(Request(range(length), max_tokens=5)) for length in (10, 3)]
     step = scheduler.schedule()
-    assert [scheduler.request_of(lane) for lane in step.lanes.tolist()] == [
-        scheduler.request_of(lane) for lane in range(5)
-    ]
-    assert [request.prompt.tolist() for request in step.requests] == [[1, 2], [3], [4, 5, 6], [0, 1, 2]]
-    assert step.num_decodes == 3
-    assert step.num_new.tolist() == [1, 1, 1, 4, 3]
-    assert step.sample_at.tolist() == [0, 1, 2, 9]
-    assert step.tokens[3:].tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert [scheduler.request_of(lane).id for lane in step.lanes.tolist()] == first + later
+    assert [request.id for request in step.requests] == [*first, later[1]]
+    assert step.num_decodes == 3 and step.num_new.tolist() == [1, 1, 1, 4, 3]
+    assert step.tokens[3:].tolist() == [0, 1, 2, 3, 0, 1, 2] and step.sample_at.tolist() == [0, 1, 2, 9]
     assert step.sample_position.tolist() == [len(scheduler.tokens_of(name)) for name in first] + [0]
-    assert step.beam_width.tolist() == step.sample_index.tolist() == [0] * 4
-    assert later == [3, 4]
-    dtypes = {name: str(getattr(step, name).dtype) for name in ("handles", "num_new")}
-    assert dtypes == {"handles": "int64", "num_new": "int64"}
-    for name in ("tokens", "sample_at", "sample_lane", "sample_index", "sample_position", "beam_width"):
-        assert str(getattr(step, name).dtype) == "int32", name
+    assert {array.dtype for array in (step.handles, step.num_new)} == {np.dtype(np.int64)}
+    names = ("tokens", "lanes", "sample_at", "sample_lane", "sample_index", "sample_position", "beam_width")
+    assert {getattr(step, name).dtype for name in names} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+def test_samples_share_one_prefill(block_size):
+    pool = Pool(200, block_size)
+    scheduler = Scheduler(pool)
+    request = Request(range(9), max_tokens=6, n=5)
+    scheduler.add(request)
+    outputs = Machine(scheduler, pool).run()
+    assert {key: output.tokens.tolist() for key, output in outputs.items()} == {
+        (0, i): greedy(request)[0] for i in range(5)
+    }
+    stats = scheduler.stats()
+    assert (stats.prefill_tokens, stats.decode_tokens, stats.finished) == (9, 5 * 5, 5)
+    copies = pool.stats().cow_copies
+    assert copies == (0 if 9 % block_size == 0 else 4)  # the last of those who share a tail writes in place
 
 
 def test_update_logprobs_come_back_with_the_tokens():
@@ -52,25 +55,18 @@ def test_update_logprobs_come_back_with_the_tokens():
     assert scheduler.update(scheduler.schedule(), np.int32([7]))[0].logprobs is None
 
 
-def test_schedule_pad_to_gives_static_shapes():
+def test_schedule_pad_to_gives_static_shapes_and_can_be_repeated_when_it_raises():
     pool = Pool(64, 4)
-    scheduler = Scheduler(pool, max_running=4, max_step_tokens=16, prefill_chunk=8, pad_to=(6, 20))
-    scheduler.add(Request(range(5), max_tokens=3))
-    step = scheduler.schedule()
+    fixed = Scheduler(pool, max_running=4, max_step_tokens=16, prefill_chunk=8, pad_to=(6, 20))
+    fixed.add(Request(range(5), max_tokens=3))
+    step = fixed.schedule()
     assert step.plan.block_tables.shape[0] == 6 and step.plan.slot_mapping.shape == (20,)
-    scheduler.fail(step)
-    scheduler = Scheduler(pool, max_running=4, max_step_tokens=16, pad_to=lambda rows, tokens: (rows, 2 * tokens))
-    scheduler.add(Request(range(5), max_tokens=3))
-    assert scheduler.schedule().plan.slot_mapping.shape == (10,)
-
-
-def test_schedule_pad_to_that_raises_can_be_repeated():
-    pool = Pool(64, 4)
-    shapes = iter([(1, 1), "nonsense", (4, 8)])
-    scheduler = Scheduler(pool, max_running=4, max_step_tokens=8, pad_to=lambda rows, tokens: next(shapes))
-    scheduler.add(Request(range(5), max_tokens=2))
+    shapes = iter([lambda rows, tokens: (1, 1), lambda *_: "nonsense", lambda rows, tokens: (rows, 2 * tokens)])
+    called = Scheduler(pool, max_running=4, max_step_tokens=16, pad_to=lambda *shape: next(shapes)(*shape))
+    called.add(Request(range(5), max_tokens=3))
     for error in (ValueError, TypeError):
         with pytest.raises(error, match="pad_to"):
-            scheduler.schedule()
-        scheduler.check()
-    assert scheduler.schedule().tokens.tolist() == list(range(5))
+            called.schedule()
+        called.check()
+    step = called.schedule()
+    assert step.tokens.tolist() == list(range(5)) and step.plan.slot_mapping.shape == (10,)

@@ -1,5 +1,7 @@
 """Tenants, deadlines and places in the queue, one by one. Whole workloads are in test_scheduler_workloads."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from schedules import Machine, greedy
@@ -8,20 +10,10 @@ from kvpool import Pool, Request, Scheduler
 from kvpool.errors import RequestRejected
 
 
-class Clock:
-    """Shows the time that it was set to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def made(blocks=40, **options):
-    """Return a scheduler, what executes its steps, and its clock."""
-    pool, clock = Pool(blocks, 4), Clock()
-    scheduler = Scheduler(pool, clock=clock, **{"watermark": 0, "prefill_chunk": 4} | options)
+    """Return a scheduler, what executes its steps, and its clock, which shows the time that it was set to."""
+    pool, clock = Pool(blocks, 4), SimpleNamespace(now=0.0)
+    scheduler = Scheduler(pool, clock=lambda: clock.now, **{"watermark": 0, "prefill_chunk": 4} | options)
     return scheduler, Machine(scheduler, pool), clock
 
 
@@ -73,13 +65,6 @@ def test_waiting_makes_up_for_priority(ageing, expected):
             if (name := next(names, None)) is not None:
                 scheduler.add(Request([1], max_tokens=3, id=name, priority=1))
     assert "".join(order[1:]) == expected
-
-
-def stepped(scheduler, machine):
-    """Return a step and tokens for it."""
-    step = scheduler.schedule()
-    machine.execute(step)
-    return step, np.full(len(step.sample_at), 7, np.int32)
 
 
 def test_deadline_of_an_id_that_is_used_again_is_that_of_the_new_request():
@@ -162,7 +147,7 @@ def test_samples_without_a_lane_wait_for_the_turn_of_their_tenant():
 def test_refused_tenant_learns_how_long_its_requests_waited():
     scheduler, machine, clock = made(max_running=1, max_waiting=1)
     scheduler.add(Request([1], max_tokens=2))
-    scheduler.update(*stepped(scheduler, machine))
+    machine.step()
     scheduler.add(Request([1], max_tokens=2))
     clock.now = 7.0
     machine.step()

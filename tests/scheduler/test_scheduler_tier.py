@@ -1,79 +1,36 @@
-"""A tier over a real backend: blocks leave for the host and come back, and nothing is computed again."""
+"""A tier: blocks leave for the host and come back, and nothing is computed again."""
 
 import numpy as np
 import pytest
-from schedules import greedy, next_token
+from schedules import Machine, greedy, next_token
 
-from kvpool import Group, KVSpec, Pool, Request, Scheduler
-from kvpool_backends.numpy import NumpyBackend
-
-SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")
+from kvpool import Group, Pool, Request, Scheduler
 
 
 class HostTier:
-    """Exports blocks of a backend and imports them into others; takes so many at most."""
+    """Keeps the content of the blocks that are spilled to it."""
 
-    def __init__(self, backend, most=10**6):
-        self.backend = backend
-        self.room = most
-        self.spilled = 0
+    def __init__(self, pool):
+        self.size, self.content = pool.block_size, {}
+
+    def slots(self, blocks):
+        return [block * self.size + place for block in blocks.tolist() for place in range(self.size)]
 
     def spill_to_host(self, handle, blocks):
-        if len(blocks) > self.room:
-            return None
-        self.room -= len(blocks)
-        self.spilled += len(blocks)
-        return self.backend.export_blocks(blocks).copy()
+        return [self.content.get(slot) for slot in self.slots(blocks)]
 
     def prefetch(self, kept, handle, blocks):
-        assert len(kept) == len(blocks)
-        self.room += len(blocks)
-        self.backend.import_blocks(blocks, kept)
+        self.content.update(zip(self.slots(blocks), kept, strict=True))
 
 
-def execute(backend, pool, step):
-    """Write the tokens as keys, and read every context back from the blocks."""
-    plan = step.plan
-    backend.copy_blocks(plan)
-    kv = step.tokens.astype(np.float32)[:, None, None]
-    backend.write(backend.prepare(plan), 0, kv, kv)
-    rows = np.searchsorted(plan.cu_q_lens, step.sample_at, side="right") - 1
-    contexts = []
-    for row in rows.tolist():
-        length = int(plan.seq_lens[row])
-        blocks = plan.block_tables[row][: -(-length // SPEC.block_size)]
-        contexts.append(backend.gather(0, blocks, length)[0].ravel().astype(int).tolist())
-    return contexts
-
-
-def run(pool, scheduler, backend):
-    outputs = {}
-    for _ in range(2000):
-        if (step := scheduler.schedule()) is None:
-            return outputs
-        tokens = np.int32([next_token(context) for context in execute(backend, pool, step)])
-        outputs.update({(output.id, output.index): output for output in scheduler.update(step, tokens)})
-        scheduler.check()
-    raise AssertionError(f"not done: {scheduler}")
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_tier_spilled_sequences_come_back_without_recomputing(prefix_cache):
-    pool = Pool(16, 2, prefix_cache=prefix_cache, seed=1)
-    backend = NumpyBackend(SPEC, 16)
-    tier = HostTier(backend)
-    scheduler = Scheduler(pool, watermark=0, prefill_chunk=3, tier=tier)
-    requests = [Request(range(10 * i, 10 * i + 4 + i), max_tokens=15, n=1 + i % 2) for i in range(4)]
-    for request in requests:
-        scheduler.add(request)
-    outputs = run(pool, scheduler, backend)
-    assert {key: output.tokens.tolist() for key, output in outputs.items()} == {
-        (i, j): greedy(request)[0] for i, request in enumerate(requests) for j in range(request.n)
-    }
-    stats = scheduler.stats()
-    assert stats.spills > 0 and tier.spilled > 0
-    assert stats.preemptions == stats.recomputed_tokens == 0
-    assert pool.stats().used == 0 and tier.room == 10**6
+def made(num_blocks, prefix_cache=False, **options):
+    """A pool, a scheduler with a tier, and what executes its steps."""
+    pool = Pool(num_blocks, 2, prefix_cache=prefix_cache, seed=1)
+    tier = HostTier(pool)
+    scheduler = Scheduler(pool, watermark=0, tier=tier, **options)
+    machine = Machine(scheduler, pool)
+    machine.content = tier.content
+    return pool, scheduler, machine
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -123,65 +80,54 @@ def test_tier_receives_the_blocks_of_each_full_group(prefix_cache):
 @pytest.mark.parametrize("n", [1, 2])
 def test_restored_sequence_holds_no_second_copy_of_what_is_cached(n):
     """It is spilled in the middle of its prompt, while another user of the pool has the other blocks."""
-    pool = Pool(90, 2, prefix_cache=True, seed=1)
-    backend = NumpyBackend(SPEC, 90)
-    scheduler = Scheduler(pool, watermark=0, tier=HostTier(backend), prefill_chunk=4, max_step_tokens=6)
-    requests = {"decodes": Request(range(4), 60, id="decodes")}
-    scheduler.add(requests["decodes"])
-    one(pool, scheduler, backend)
-    requests["spilled"] = Request(range(100, 140), 14, id="spilled", n=n)
-    scheduler.add(requests["spilled"])
+    pool, scheduler, machine = made(90, prefix_cache=True, prefill_chunk=4, max_step_tokens=6)
+    requests = [Request(range(4), 60, id="decodes"), Request(range(100, 140), 14, id="spilled", n=n)]
+    scheduler.add(requests[0])
+    machine.step()
+    scheduler.add(requests[1])
     for _ in range(4):
-        one(pool, scheduler, backend)
+        machine.step()
     guest = pool.open(2 * pool.stats().blank)
     while not scheduler.stats().spilled:
-        one(pool, scheduler, backend)
+        machine.step()
     pool.close(guest)
-    cached = pool.stats().evictable
-    assert cached > 0
-    outputs = {}
+    assert pool.stats().evictable > 0
+    outputs = []
     while scheduler.stats().decoding + scheduler.stats().spilled:
-        outputs |= one(pool, scheduler, backend)
+        outputs += machine.step()[1]
         tables = {block for handle in scheduler.handles.tolist() for block in pool.table(handle).tolist()}
         assert pool.stats().used == len(tables)
-    assert outputs == {name: greedy(request)[0] for name, request in requests.items()}
+    assert {one.id: one.tokens.tolist() for one in outputs} == {one.id: greedy(one)[0] for one in requests}
     assert pool.prefix.match([*range(100, 140), 1]) == 40
 
 
-def test_tier_spilled_comes_back_before_those_who_wait():
-    pool = Pool(12, 2)
-    backend = NumpyBackend(SPEC, 12)
-    scheduler = Scheduler(pool, watermark=0, tier=HostTier(backend))
-    for name in "ab":
-        scheduler.add(Request(range(6), max_tokens=12, id=name))
+def until_spilled():
+    """Two requests, a and b, of which b has been spilled."""
+    pool, scheduler, machine = made(12)
+    requests = [Request(range(6), max_tokens=12, id=name) for name in "ab"]
+    for request in requests:
+        scheduler.add(request)
     while not scheduler.stats().spilled:
-        one(pool, scheduler, backend)
+        machine.step()
+    return pool, scheduler, machine, greedy(requests[0])[0]
+
+
+def test_tier_spilled_comes_back_before_those_who_wait():
+    pool, scheduler, machine, expected = until_spilled()
     for name in "xyz":
         scheduler.add(Request([1], max_tokens=1, id=name, priority=5))
+    outputs = {}
     while scheduler.stats().spilled:
         assert scheduler.stats().waiting == 3
-        one(pool, scheduler, backend)
-    run(pool, scheduler, backend)
-    assert pool.stats().used == 0
+        outputs |= {output.id: output.tokens.tolist() for output in machine.step()[1]}
+    outputs |= {name: output.tokens.tolist() for (name, _), output in machine.run().items()}
+    assert outputs["a"] == outputs["b"] == expected and pool.stats().used == 0
 
 
 def test_tier_cancelled_while_spilled_is_dropped():
-    pool = Pool(12, 2)
-    backend = NumpyBackend(SPEC, 12)
-    scheduler = Scheduler(pool, watermark=0, tier=HostTier(backend))
-    requests = {name: Request(range(6), max_tokens=12, id=name) for name in "ab"}
-    for request in requests.values():
-        scheduler.add(request)
-    while not scheduler.stats().spilled:
-        one(pool, scheduler, backend)
+    _, scheduler, machine, expected = until_spilled()
     (output,) = scheduler.cancel("b")
-    assert output.tokens.tolist() == greedy(requests["b"])[0][: len(output.tokens)] and len(output.tokens)
+    assert len(output.tokens) and output.tokens.tolist() == expected[: len(output.tokens)]
     scheduler.check()
     assert scheduler.stats().spilled == 0
-    assert run(pool, scheduler, backend)["a", 0].tokens.tolist() == greedy(requests["a"])[0]
-
-
-def one(pool, scheduler, backend):
-    step = scheduler.schedule()
-    tokens = np.int32([next_token(context) for context in execute(backend, pool, step)])
-    return {output.id: output.tokens.tolist() for output in scheduler.update(step, tokens)}
+    assert machine.run()["a", 0].tokens.tolist() == expected

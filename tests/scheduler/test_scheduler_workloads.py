@@ -5,6 +5,7 @@ runs number 17 alone. A failure names its number.
 """
 
 import os
+from collections import Counter
 
 import pytest
 from scheduler_workload import Runner, draw, draw_crowd
@@ -51,23 +52,13 @@ def test_same_workload_takes_the_same_steps_whatever_the_clock_says():
 
 def test_workloads_cover_every_situation():
     """Workloads in which nothing happens would prove nothing: each of these happens in several of the first 60."""
-    reached = {}
-    for seed in range(60):
-        workload = draw(seed)
-        requests = [request for _, request in workload.arrivals]
-        for name, happens in {
-            "one request fits exactly": workload.exact,
-            "samples": any(r.n > 1 and not r.beam_width for r in requests),
-            "beams": any(r.beam_width for r in requests),
-            "cancels": bool(workload.cancels),
-            "failing steps": workload.fail_rate > 0,
-            "guests": workload.guests,
-            "tier": workload.tier,
-            "not mixed": not workload.scheduler["mixed"],
-            "chunks of one token": workload.scheduler["prefill_chunk"] == 1,
-            "bounded queue": "max_waiting" in workload.scheduler,
-            "tenants": len({request.tenant for request in requests}) > 1,
-            "deadlines": bool(workload.patience),
-        }.items():
-            reached[name] = reached.get(name, 0) + bool(happens)
+    reached = Counter()
+    for workload in map(draw, range(60)):
+        requests, options = [request for _, request in workload.arrivals], workload.scheduler
+        happens = {name: getattr(workload, name) for name in ("exact", "cancels", "fail_rate", "guests", "tier")}
+        happens |= {"deadlines": workload.patience, "bounded queue": "max_waiting" in options}
+        happens |= {"not mixed": not options["mixed"], "chunks of one token": options["prefill_chunk"] == 1}
+        happens |= {"samples": any(r.n > 1 and not r.beam_width for r in requests)}
+        happens |= {"beams": any(r.beam_width for r in requests), "tenants": len({r.tenant for r in requests}) > 1}
+        reached.update({name: bool(value) for name, value in happens.items()})
     assert min(reached.values()) >= 3, reached

@@ -1,12 +1,14 @@
-"""``kvpool doctor --report``: every part says something, whatever becomes of the others; Metal is the stand-in's."""
+"""``python -m benchmarks.mac_report``: each part says something, whatever the others do. Metal is the stand-in's."""
 
 import re
 
 import mlx.core as mx
 import pytest
 
-from kvpool.cli import doctor, main, report
-from kvpool.cli.bench import metal, predict
+from benchmarks import mac_report as report
+from benchmarks import predict
+from kvpool.cli import doctor
+from kvpool.cli.bench import metal
 
 
 @pytest.fixture
@@ -27,16 +29,15 @@ def fake(monkeypatch, engine):
     monkeypatch.setattr(report, "SECONDS", report.SECONDS | {"decode": 8.0, "writes": 0.2, "model": 5.0})
 
 
-def parts_of(text):
-    """The lines of each part, by its title."""
+def parts_of(text=None):
+    """The lines of each part of a report, by its title."""
+    text = "".join(report.markdown()) if text is None else text
     parts = (part.partition("\n") for part in text.split("## ")[1:])
     return {title: body.split("```")[1].split("\n") for title, _, body in parts}
 
 
-@pytest.mark.long
-def test_the_report_has_a_part_for_everything_and_names_what_fails(fake, capsys):
-    assert main(["doctor", "--report"]) == 0
-    text = capsys.readouterr().out
+def test_the_report_has_a_part_for_everything_and_names_what_fails(fake):
+    text = "".join(report.markdown())
     assert text.startswith("# kvpool on Apple M4 Max\n")
     parts = parts_of(text)
     assert "GPU(cores=40, bandwidth=546, clock=1.58, cache=48)" in "".join(parts["Machine"])
@@ -56,13 +57,12 @@ def test_the_report_has_a_part_for_everything_and_names_what_fails(fake, capsys)
     assert any(line.startswith("on the pool, fused") for line in parts["Tokens per second of a small model"])
 
 
-def test_the_report_ends_within_ten_minutes(fake, monkeypatch, capsys):
+def test_the_report_ends_within_ten_minutes(fake, monkeypatch):
     """Each part stops when its time is over, and says so; what is under way then has the rest of the ten minutes."""
     assert sum(report.SECONDS.values()) <= 480
     monkeypatch.setattr(mx.fast, "metal_kernel", None)  # nothing is launched
     monkeypatch.setattr(report, "SECONDS", dict.fromkeys(report.SECONDS, 0.0))
-    assert main(["doctor", "--report"]) == 0
-    parts = parts_of(capsys.readouterr().out)
+    parts = parts_of()
     over = {title: sum("the time is over" in line for line in lines) for title, lines in parts.items()}
     assert over["Kernels compile"] == len(report.VARIANTS)
     assert over["Decode, us of a layer"] == 2 * 2 + 2 + 2
@@ -73,23 +73,20 @@ def test_the_report_ends_within_ten_minutes(fake, monkeypatch, capsys):
     assert "FAILED" not in str(parts)
 
 
-@pytest.mark.long
-def test_wrong_kernels_are_in_the_report(fake, monkeypatch, engine, capsys):
+def test_wrong_kernels_are_in_the_report(fake, monkeypatch, engine):
     def wrong(**description):
         kernel = engine.factory(0)(**description)
         return lambda **call: [x * 1.1 for x in kernel(**call)]
 
     monkeypatch.setattr(mx.fast, "metal_kernel", wrong)
-    main(["doctor", "--report"])
-    found = parts_of(capsys.readouterr().out)["6 launches against float64"]
+    found = parts_of()["6 launches against float64"]
     assert sum(line.startswith("FAILED") for line in found) == 6 and "6 launches, 6 wrong (seed 7)" in found
 
 
-def test_a_machine_without_metal_says_so_in_every_part(capsys):
+def test_a_machine_without_metal_says_so_in_every_part():
     if mx.metal.is_available():
         pytest.skip("there is Metal here")
-    assert main(["doctor", "--report"]) == 0
-    parts = parts_of(capsys.readouterr().out)
+    parts = parts_of()
     assert len(parts) == 7
     del parts["Machine"]
     assert all("not run: there is no Metal device here" in lines for lines in parts.values())

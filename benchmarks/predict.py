@@ -1,4 +1,4 @@
-"""Predicted times of decode by the Metal kernels and by MLX's attention, by arithmetic: for `kvpool doctor --report`.
+"""Predicted times of decode by the Metal kernels and by MLX's attention, by arithmetic: for `benchmarks.mac_report`.
 
 It guides: where a measurement is far from it, one of the two is wrong. Nothing here was measured by us. A kernel takes
 the longest of three times, and is launched:

@@ -1,4 +1,4 @@
-"""``kvpool doctor --report``: one block of Markdown that says what a Mac is, what runs there, and how fast.
+"""``python -m benchmarks.mac_report``: one block of Markdown that says what a Mac is, what runs there, and how fast.
 
 Each part runs whatever became of those before it; what fails stands in its place. Parts that measure have time limits,
 and all of them together end within ten minutes.
@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cli.bench import metal, predict
+from benchmarks import predict
+from kvpool.cli import doctor
+from kvpool.cli.bench import metal
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
@@ -47,11 +49,12 @@ Paste all of this into an issue of kvpool, with what else the Mac was doing. A l
 if nothing else seems wrong; `measured` far from `predicted` is worth a report too."""
 
 
-def markdown(facts: dict[str, Any], described: str) -> Iterator[str]:
-    """The report, part by part. `facts` are those of the doctor, `described` its lines."""
+def markdown() -> Iterator[str]:
+    """The report, part by part."""
+    facts = doctor.collect()
     metal_facts = facts["metal"]
     device = metal_facts.get("device", "no Metal device")
-    yield f"# kvpool on {device}\n\n```\n{described}\n```\n"
+    yield f"# kvpool on {device}\n\n```\n{doctor.describe(facts)}\n```\n"
     yield part("Machine", lambda: machine(device))
     has_metal = bool(metal_facts["available"])
     for title, run in (
@@ -327,3 +330,8 @@ def model() -> Iterator[str]:
     with install(lm, 64, block_size=16) as kv:
         rate()
         yield f"on the pool, {kv.route}, {kv.backend!r}: {rate():.0f}"
+
+
+if __name__ == "__main__":
+    for text in markdown():
+        print(text, flush=True)
