@@ -14,6 +14,7 @@ from typing import Any
 
 import kvpool
 from kvpool.cli.console import huge_pages
+from kvpool.cli.wired import most_wired_nbytes
 from kvpool.errors import BackendUnavailable
 
 PACKAGES = ("numpy", "mlx", "mlx-lm", "rich", "matplotlib")
@@ -104,11 +105,12 @@ def cpu_facts() -> dict[str, Any]:
 def mlx_route() -> dict[str, str | None] | None:
     """Return the route of the mlx backend here, and why it is not the CPU kernels. None if it does not work."""
     try:
-        from kvpool_backends.mlx.base import has_metal, kernels_refusal
+        from kvpool_backends.mlx.base import has_cuda, has_metal, kernels_refusal
     except ImportError:
         return None
     reason = kernels_refusal()
-    return {"route": "kernels" if reason is None else "metal" if has_metal() else "plain", "reason": reason}
+    gpu = "metal" if has_metal() else "cuda" if has_cuda() else "plain"
+    return {"route": "kernels" if reason is None else gpu, "reason": reason}
 
 
 def metal_facts() -> dict[str, Any]:
@@ -125,7 +127,8 @@ def metal_facts() -> dict[str, Any]:
             "kernels": "no Metal device; they run in the tests only",
         }
     device = str(mx.device_info().get("device_name", "unknown"))
-    return {"available": True, "device": device, "kernels": metal_kernels_failure()}
+    wired = most_wired_nbytes()
+    return {"available": True, "device": device, "kernels": metal_kernels_failure(), "wired_nbytes": wired}
 
 
 def metal_kernels_failure() -> str | None:
@@ -220,6 +223,7 @@ def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:
     how = {
         "kernels": "the CPU kernels on MLX's memory",
         "metal": "the Metal kernels on MLX's memory",
+        "cuda": "the Metal kernels, compiled as CUDA, on MLX's memory",
         "plain": f"plain MLX: {route['reason']}",
     }
     return [("mlx computes by", how[str(route["route"])])]
@@ -227,6 +231,8 @@ def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:
 
 def metal_rows(metal: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the lines of the GPU and its kernels; without MLX only that of the GPU."""
+    from kvpool.config import format_nbytes
+
     if not metal["available"]:
         kernels = [("Metal kernels", f"no: {metal['kernels']}")] if metal["kernels"] else []
         return [("Metal", f"no: {metal['reason']}"), *kernels]
@@ -234,6 +240,7 @@ def metal_rows(metal: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("Metal", f"yes, {metal['device']}"),
         ("Metal kernels", "compiled and run" if failure is None else f"NO: {failure}"),
+        ("wired memory", f"at most {format_nbytes(metal.get('wired_nbytes', 0))}, by serve and generate"),
     ]
 
 
@@ -241,7 +248,7 @@ def native_rows(native: dict[str, Any] | None, route: dict[str, str | None] | No
     """Return the line of the extension that writes in place; without it also what that costs, and what builds it."""
     if native is None:
         return []
-    if route is not None and route["route"] == "plain":
+    if route is not None and route["route"] in ("plain", "cuda"):
         return [("mlx extension", "not in use: plain MLX does not take it")]
     if native["active"]:
         return [("mlx extension", f"in use, {native['folder']}")]

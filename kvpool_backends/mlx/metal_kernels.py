@@ -33,7 +33,7 @@ CHOICES = {  # of the constants below, what `kvpool bench metal --sweep` tries
     "SIMDGROUPS": (2, 4),
     "ROW_DIMS_MAX": (512, 1024),
     "PART_TOKENS": (32, 64, 128, 256, 512, 1024),
-    "PARTS_MAX": (32, 40, 64, 128, 256),
+    "PARTS_MAX": (32, 40, 64, 96, 128, 256),
 }
 
 
@@ -53,12 +53,21 @@ def tuned(name: str, default: int) -> int:
     return int(found)
 
 
+def default_parts() -> int:
+    """Parts of a long context: as many as give each core of this GPU enough to do."""
+    if mx.cuda.is_available():
+        return 96
+    has_many_cores = mx.metal.is_available() and "Ultra" in str(mx.device_info()["device_name"])
+    return 96 if has_many_cores else 40  # other GPUs of Apple's have up to 40 cores, an Ultra 48 to 80
+
+
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
 SIMDGROUPS = tuned("SIMDGROUPS", 4)  # of a threadgroup of `paged_attention` and `paged_reduce`: 128 threads
 # Pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless planes have 16 bits.
-ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 1024)
+ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 512)
 PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
-PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context of a model with 8 KV heads; beyond, parts double in length
+# Of one context of a model with 8 KV heads; beyond, parts double in length.
+PARTS_MAX = tuned("PARTS_MAX", default_parts())
 STEP_TOKENS = 8  # parts and runs begin at multiples of it: a step of loads stays in a block
 HEAD_DIM_MAX = 512
 LATENT_DIM_MAX = 640  # with rotary parts
@@ -72,7 +81,7 @@ NO_WINDOW = 2**31 - 1
 
 Kernel = Callable[..., list[mx.array]]
 Factory = Callable[..., Kernel]
-Plane = mx.array | tuple[mx.array, ...]  # base arrays: one, or words, scales and biases of a packed plane
+Plane = mx.array | Sequence[mx.array]  # base arrays: one, or words, scales and biases of a packed plane
 
 
 class HeadTiles(NamedTuple):
@@ -186,8 +195,9 @@ def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
     room = ROW_DIMS_MAX if narrow and not spec.is_quantized else ROW_DIMS_MAX // 2
     if dim <= 256 and not spec.latent and group * together <= room // 128 // -(-dim // 128):
         return HeadTiles(group, 1, together)
-    units = 4 if spec.is_quantized or (narrow and dim > 128) else 2
-    rows = 64 // units if narrow else 32 // units if dim <= 256 else 8
+    many = spec.latent or group * together > 8  # rows
+    units = 4 if spec.is_quantized or (narrow and dim > 128 and many) else 1 if dim <= 80 else 2
+    rows = min(32, 64 // units) if narrow else 32 // max(units, 2) if dim <= 256 else 8
     if spec.latent:
         simdgroups = HeadTiles(1, 1, 1, units).simdgroups(spec)
         while rows > 8 and rows * (144 * (simdgroups + 1) + 12) > THREADGROUP_NBYTES_MAX:
@@ -607,8 +617,8 @@ def attention_name(spec: KVSpec, scores: str | None = None, kernel: str = "paged
     return f"{kernel}{packed and '_packed_'}{packed}{'' if scores is None else f'_{scores}'}"
 
 
-def _arrays(plane: Plane) -> tuple[mx.array, ...]:
-    return plane if isinstance(plane, tuple) else (plane,)
+def _arrays(plane: Plane) -> Sequence[mx.array]:
+    return (plane,) if isinstance(plane, mx.array) else plane
 
 
 def preferred_layout(spec: KVSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -11,7 +12,11 @@ import msl
 import numpy as np
 
 from kvpool_backends.mlx import metal_kernels
+from kvpool_backends.mlx.cuda import metal_kernel as as_cuda
 
+#: Inputs that may be the first elements of what the kernel reads.
+POOLS = {"k_pool", "v_pool", "pool", "words", "scales", "biases"}
+POOLS |= {f"{plane}_{factors}" for plane in "kv" for factors in ("scales", "biases")}
 Factory = Callable[..., Callable[..., list[mx.array]]]
 
 
@@ -31,11 +36,42 @@ class StandIn:
             kernel = _kernel(tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in description.items()))
 
             def launch(**call: Any) -> list[mx.array]:
+                call["inputs"] = _whole_pools(description, call)
                 with msl.settings(seed=schedule, instrumented=runs is not None, lint=lint) as counted:
                     out = kernel(**call)
                 if runs is not None:
                     runs.extend(counted)
                 return out
+
+            return launch
+
+        return make
+
+
+class Cuda:
+    """CUDA: the device's own schedule, and nothing is counted."""
+
+    name = "cuda"
+    schedules = (0,)
+
+    def factory(self, schedule: int = 0) -> Factory:
+        """`mx.fast.cuda_kernel`, behind the interface of `mx.fast.metal_kernel`."""
+        return as_cuda
+
+
+class CudaStandIn:
+    """The texts for CUDA, on a CPU."""
+
+    def factory(self, schedule: int = 0) -> Factory:
+        """A factory of kernels that run under one schedule."""
+
+        def make(**description: Any) -> Callable[..., list[mx.array]]:
+            kernel = as_cuda(factory=msl.cuda_kernel, **description)
+
+            def launch(**call: Any) -> list[mx.array]:
+                call["inputs"] = _whole_pools(description, call)
+                with msl.settings(seed=schedule):
+                    return kernel(**call)
 
             return launch
 
@@ -53,7 +89,9 @@ class Native:
         return mx.fast.metal_kernel
 
 
-ENGINES = {"stand-in": StandIn} | ({"native": Native} if mx.metal.is_available() else {})
+ENGINES = {"stand-in": StandIn}
+ENGINES |= {"native": Native} if mx.metal.is_available() else {}
+ENGINES |= {"cuda": Cuda} if mx.cuda.is_available() else {}
 
 
 def recording(factory: Factory, kernels: set[tuple[str, ...]]) -> Factory:
@@ -70,6 +108,19 @@ def recording(factory: Factory, kernels: set[tuple[str, ...]]) -> Factory:
         return launch
 
     return make
+
+
+def _whole_pools(description: dict[str, Any], call: dict[str, Any]) -> list[Any]:
+    """The inputs of a launch; for the first elements of a pool all of it."""
+    named = zip(description["input_names"], call["inputs"], strict=True)
+    return [_whole(x) if name in POOLS and x.shape == (8,) else x for name, x in named]
+
+
+def _whole(x: mx.array) -> mx.array:
+    """The buffer of which `x` is the first elements, as an array. MLX keeps its size in front of it, on a CPU."""
+    mx.eval(x)
+    nbytes = ctypes.c_size_t.from_address(ctypes.addressof(ctypes.c_char.from_buffer(memoryview(x))) - 8).value
+    return mx.as_strided(x, (nbytes // x.dtype.size,), (1,), 0)
 
 
 @cache

@@ -90,7 +90,7 @@ def test_the_result_has_the_same_bits_with_and_without_scores(engine):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("group", "head_dim", "part_tokens", "stored"),
-    [(1, 64, 512, 1), (4, 128, 512, 1), (4, 128, 64, 1), (8, 80, 64, 1), (16, 80, 64, 16), (20, 64, 512, 20)],
+    [(1, 64, 512, 1), (4, 128, 512, 1), (4, 128, 64, 1), (4, 80, 64, 1), (16, 80, 64, 16), (20, 64, 512, 20)],
 )
 def test_raw_scores_cost_one_store_of_four_bytes_per_position(counting_engine, group, head_dim, part_tokens, stored):
     """One for all heads of a group, or one for each where matrix units have them; MLX takes the mean of those."""
@@ -118,7 +118,7 @@ def test_raw_scores_cost_one_store_of_four_bytes_per_position(counting_engine, g
 
 def test_mass_lays_aside_one_score_per_query_head_and_position(counting_engine):
     runs = []
-    batch = Batch(dtype="float16", head_dim=128, group=2, seq_lens=(150, 150), q_lens=(1, 3), part_tokens=64)
+    batch = Batch(dtype="float16", head_dim=128, group=2, seq_lens=(150, 150), q_lens=(1, 2), part_tokens=64)
     batch.run_with_scores(counting_engine.factory(0, runs=runs), "mass")
     stores = runs[0].writes["exported"]
     assert stores.bytes == stores.distinct_bytes == 4 * batch.num_q_heads * sum(batch.seq_lens)

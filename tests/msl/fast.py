@@ -131,6 +131,32 @@ def metal_kernel(
         raise NotImplementedError("[metal_kernel] there are no atomic outputs and no compile_options")
     if not output_names:
         raise ValueError("[metal_kernel] Must specify at least one output.")
+    return _made(name, input_names, output_names, source, header, ensure_row_contiguous, PRELUDE)
+
+
+def cuda_kernel(
+    *,
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str,
+    ensure_row_contiguous: bool,
+) -> Callable[..., list[Any]]:
+    """Stand in for ``mx.fast.cuda_kernel``: the same text, whose own names hide those of Metal's parameters."""
+    source = "{\n" + source.replace("__shared__ ", "threadgroup ") + "\n}"
+    return _made(name, input_names, output_names, source, header, ensure_row_contiguous, "")
+
+
+def _made(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str,
+    ensure_row_contiguous: bool,
+    prelude: str,
+) -> Callable[..., list[Any]]:
     def call(
         *,
         inputs: Sequence[Any],
@@ -171,7 +197,7 @@ def metal_kernel(
         bound |= {indices[out.name]: out for out in outputs}
         template_arguments = ", ".join(template_text(value) for _, value in arguments)
         text = _number_lines(text, name, header, source)
-        _kernel(text, function, template_arguments).launch(bound, grid, threadgroup)
+        _kernel(text, function, template_arguments, prelude).launch(bound, grid, threadgroup)
         as_mlx = any(map(is_mlx_array, inputs)) or (not inputs and any(map(is_mlx_dtype, output_dtypes)))
         return [to_mlx(out.array) if as_mlx else out.array for out in outputs]
 
@@ -184,10 +210,10 @@ def _number_lines(text: str, name: str, header: str, source: str) -> str:
     return f'#line 1 "{name} (header)"\n{header}\n{before}) {{\n#line 1 "{name}"\n{source}\n}}\n{after}'
 
 
-def _kernel(text: str, function: str, template: str) -> Kernel:
+def _kernel(text: str, function: str, template: str, prelude: str) -> Kernel:
     key = text, template
     if key not in _kernels:
-        _kernels[key] = Kernel(text, function, template, prelude=PRELUDE)
+        _kernels[key] = Kernel(text, function, template, prelude=prelude)
     return _kernels[key]
 
 
