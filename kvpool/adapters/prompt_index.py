@@ -14,7 +14,7 @@ import numpy as np
 import kvpool
 from kvpool.adapters.dense_caches import BLOCK
 
-INDEX_NBYTES = 800
+INDEX_NBYTES = 960
 """Bytes of memory that a block takes beside its rows."""
 
 
