@@ -255,8 +255,8 @@ class PromptCache:
         media: Sequence[tuple[int, int, Hashable]] = (),
         cache_type: str = "assistant",
         extra: Any = None,
-    ) -> None:
-        """Copy what is new in the caches of one sequence.
+    ) -> bool:
+        """Copy what is new in the caches of one sequence. False: nothing of it is kept.
 
         Parameters
         ----------
@@ -279,27 +279,28 @@ class PromptCache:
         known, spans = self._known("insert", tokens, media)
         leaves, tree = leaves_of([single(cache) for cache in caches])
         if all(map(is_empty, leaves)):
-            return
+            return False
         places = {place_of(cache) for cache in leaves} - {None}
         layout = layout_of(leaves, tree)
         length = min([len(known), *places])
         if len(places) > 1 or (places != {length} and places and not layout.is_dense):
             _log.warning("[insert] caches of %s tokens, %d tokens given: nothing is kept", sorted(places), len(known))
-            return
+            return False
         evaluate(leaves)
         known, kept = known[:length], layout.kept_of(leaves)
         rows = partial(rows_of, layout, leaves)
         is_kept = self._insert(layout, known, rows, kept, namespace, 0, cache_type, extra, spans)
         if self._stored is None or not is_kept:
-            return
+            return is_kept
         if layout != self._stored.layout:
             layout = layout_of(leaves, tree, windows=False)
         if layout != self._stored.layout:
             warnings.warn("[insert] caches of another layout than the store's are not stored", stacklevel=2)
-            return
+            return is_kept
         text = known[: min((start for start, _ in spans), default=length)]
         kept = layout.kept_of(leaves)
         self._stored.put(text, partial(rows_of, layout, leaves), None if spans else kept, namespace)
+        return is_kept
 
     def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
         """Return caches and the tokens to compute, as mlx-lm's `LRUPromptCache`."""
@@ -326,7 +327,7 @@ class PromptCache:
         Windows and states are found only where a sequence ends. These are the positions at which a pool with layer
         groups takes its checkpoints (docs/prefix.md), so that prompts that share a beginning find most of it: before
         the part that the next turn may rewrite, where this prompt parts from what is known, and at doubling
-        distances. None if all caches that were inserted have a row per token.
+        distances. None if a prompt is known that begins like this one, and its caches have a row per token.
 
         Parameters
         ----------
@@ -339,12 +340,11 @@ class PromptCache:
         """
         known, spans = self._known("wanted", tokens, media)
         with self._lock:
-            layouts = [layout for layout in self._layouts if layout.needs_ends]
-            if self._layouts and not layouts:
-                return []
-            paths = [len(self._index.path(self._root(each, namespace), known)) for each in layouts]
+            paths = {each: len(self._index.path(self._root(each, namespace), known)) for each in self._layouts}
             spacing = 1 << (max(step, self._spacing, 1) - 1).bit_length()
-        cut, places = max(0, len(known) - _GUARD), [BLOCK * max(paths, default=0)]
+        if any(paths.values()) and not any(paths[each] for each in paths if each.needs_ends):
+            return []
+        cut, places = max(0, len(known) - _GUARD), [BLOCK * max(paths.values(), default=0)]
         while spacing <= cut:
             places.append(spacing)
             spacing *= 2
@@ -429,8 +429,9 @@ class PromptCache:
             begin = BLOCK * len(self._begun(stored.layout).path(self._root(stored.layout, namespace), known))
         found = stored.longest(known, begin, 0 if hit is None else hit.length, namespace)
         if found is not None:
-            rows = lambda first, end: iter(found.rows[(first - begin) // BLOCK :])  # noqa: E731
-            self._insert(stored.layout, known[: found.length], rows, found.kept, namespace, begin)
+            have = min(begin, found.length // BLOCK * BLOCK)
+            rows = lambda first, end: iter(found.rows[(first - have) // BLOCK :])  # noqa: E731
+            self._insert(stored.layout, known[: found.length], rows, found.kept, namespace, have)
 
     def _longest(self, known: np.ndarray, namespace: bytes, spans: list[tuple[int, int]], whole: bool) -> _Hit | None:
         hits = [self._longest_of(each, self._root(each, namespace), known, spans, whole) for each in self._layouts]
