@@ -41,6 +41,49 @@ class Manager:
         """Return a coordinator for a model."""
         return Coordinator(self, model)
 
+    def lookup_exact_cache(
+        self,
+        token_ids: Sequence[int],
+        extra_hash: int = 0,
+        max_prefix_tokens: int | None = None,
+        min_prefix_tokens: int = 0,
+    ) -> tuple[list[Any] | None, int]:
+        """Return caches with the longest known prefix that is longer than `min_prefix_tokens`, and its length."""
+        known = token_ids if max_prefix_tokens is None else token_ids[: max_prefix_tokens + 1]
+        caches, length = self.prompts.fetch(known, _namespace(extra_hash))
+        if length <= min_prefix_tokens:
+            caches, length = None, 0
+        with self.lock:
+            self.stats.hits += length > 0
+            self.stats.exact_hits += length > 0
+            self.stats.misses += length == 0
+            self.stats.matched_tokens += length
+        return caches, length
+
+    def store_exact_cache(self, token_ids: Sequence[int], prompt_cache: Sequence[Any], extra_hash: int = 0) -> bool:
+        """Insert caches of one sequence. False: nothing of them is kept."""
+        is_kept = self.prompts.insert(token_ids, prompt_cache, _namespace(extra_hash))
+        with self.lock:
+            self.stats.stores += is_kept
+            self.stats.exact_stores += is_kept
+            self.stats.memory_skips += not is_kept
+            self.stats.stored_tokens += len(token_ids) * is_kept
+        return is_kept
+
+    def store_kv_blocks(
+        self,
+        token_ids: Sequence[int],
+        layer_keys: Sequence[mx.array],
+        layer_values: Sequence[mx.array],
+        *,
+        extra_hash: int = 0,
+        skip_first_n_tokens: int = 0,
+    ) -> list[Any]:
+        """Insert keys and values of one sequence, layer by layer. Return no blocks: none has to be released."""
+        row = [_cache(keys, values) for keys, values in zip(layer_keys, layer_values, strict=True)]
+        self.store_exact_cache(token_ids, row, extra_hash)
+        return []
+
     def release(self, blocks: Iterable[Any]) -> None:
         """Do nothing: a hit holds no blocks."""
 
@@ -93,18 +136,14 @@ class Coordinator(apc_coordinator.APCCoordinator):  # type: ignore[misc]
         """Return the longest known prefix of a prompt that has all its media. `extra_hash` says what these are."""
         if not self.enabled or len(token_ids) < 2:
             return None
-        namespace = _namespace(extra_hash)
-        caches, length = self.manager.prompts.fetch(token_ids, namespace)
-        if length <= safe_lookup_min or not suffix_is_text_only(length):
-            caches, length = None, 0
+        caches, length = self.manager.lookup_exact_cache(
+            token_ids, extra_hash=extra_hash, min_prefix_tokens=safe_lookup_min
+        )
         with self.manager.lock:
-            self._lookups[_key(token_ids)] = namespace, length
+            self._lookups[_key(token_ids)] = _namespace(extra_hash), length
             if len(self._lookups) > _MAX_LOOKUPS:
                 self._lookups.popitem(last=False)
-            stats = self.manager.stats
-            stats.hits, stats.misses = stats.hits + (length > 0), stats.misses + (length == 0)
-            stats.matched_tokens += length
-        if caches is None:
+        if caches is None or not suffix_is_text_only(length):
             return None
         return {
             "matched_blocks": [],
@@ -172,7 +211,7 @@ class Coordinator(apc_coordinator.APCCoordinator):  # type: ignore[misc]
         if not self.enabled or not self.is_checkpoint:
             return False
         row = apc.snapshot_prompt_cache_row(prompt_cache, batch_idx or 0, clone=False)
-        return row is not None and self._insert(token_ids, row, extra_hash)
+        return row is not None and self.manager.store_exact_cache(token_ids, row, extra_hash)
 
     def commit(
         self,
@@ -197,20 +236,10 @@ class Coordinator(apc_coordinator.APCCoordinator):  # type: ignore[misc]
             if batch_idx is not None and keys.shape[0] > 1:
                 keys, values = keys[batch_idx : batch_idx + 1], values[batch_idx : batch_idx + 1]
             row.append(_cache(keys, values))
-        return self._insert(token_ids, row, extra_hash)
+        return self.manager.store_exact_cache(token_ids, row, extra_hash)
 
     def release_hit(self, hit: dict[str, Any] | None) -> None:
         """Do nothing: a hit holds no blocks."""
-
-    def _insert(self, token_ids: Sequence[int], row: list[Any], extra_hash: int) -> bool:
-        is_kept = self.manager.prompts.insert(token_ids, row, _namespace(extra_hash))
-        with self.manager.lock:
-            if is_kept:
-                self.manager.stats.stores += 1
-                self.manager.stats.stored_tokens += len(token_ids)
-            else:
-                self.manager.stats.memory_skips += 1
-        return is_kept
 
 
 def install(prompts: PromptCache) -> Manager:
