@@ -315,7 +315,9 @@ def _plane(data: mx.array, part: Part, rows: int) -> mx.array:
 
 def nbytes_of(cache: Any, role: str) -> int:
     """Bytes of a cache that is kept whole, after it is cut to what it needs."""
-    return sum(array.nbytes for array in _arrays_in(vars(compact(cache)))) if role == "state" else cache.nbytes
+    if role != "state":
+        return int(getattr(cache, "nbytes", 0))
+    return sum(array.nbytes for array in _arrays_in(vars(compact(cache))))
 
 
 def evaluate(caches: Sequence[Any]) -> None:
