@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLACE = ROOT / "build" / "engines"
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
-PROMPTS = ("tests/adapters/test_prompt_cache.py", "tests/adapters/test_prompt_cache_of_mlx_lm.py")
+PROMPT_CACHE = "tests/adapters/test_prompt_cache.py"
+PROMPTS = (PROMPT_CACHE, "tests/adapters/test_prompt_cache_of_mlx_lm.py")
 REFUSED = "tests/mlx_lm/test_mlx_lm_adapter.py::test_mlx_lm_whose_caches_lack_a_call_is_refused_in_a_sentence"
 TO_BUILD_VLLM = ("cmake", "ninja", "orjson", "pytest-asyncio", "setuptools_rust", "setuptools_scm", "tblib", "wheel")
 MLX = (*PROMPTS, "tests/adapters/test_ranks.py", "tests/mlx_lm")
@@ -27,7 +28,8 @@ MLX = (*PROMPTS, "tests/adapters/test_ranks.py", "tests/mlx_lm")
 class Engine(NamedTuple):
     """An environment: an extra, its oldest releases or the newest, what else is pinned, the tests.
 
-    `suites` is a release of vLLM whose own tests run too: they come with its source distribution.
+    `suites` is a release of vLLM whose own tests run too: they come with its source distribution. `alone` is installed
+    without what it needs, `caches` is the module whose classes the tests of `PromptCache` use.
     """
 
     extra: str
@@ -35,12 +37,24 @@ class Engine(NamedTuple):
     pins: tuple[str, ...]
     tests: tuple[str, ...]
     suites: str = ""
+    alone: tuple[str, ...] = ()
+    caches: str = "mlx_lm.models.cache"
 
 
 ENGINES = {
     "mlx-oldest": Engine("mlx", True, (), (*PROMPTS, REFUSED)),
     "mlx-0.32.0": Engine("serve", False, ("mlx==0.32.0", "mlx-lm==0.32.0"), MLX),
     "mlx-newest": Engine("serve", False, (), MLX),
+    "mlx-vlm": Engine(
+        *("", False, ("mlx-vlm==0.7.10", "mlx[cpu]")),
+        (PROMPT_CACHE, "tests/with_mlx_vlm"),
+        caches="mlx_vlm.models.cache",
+    ),
+    "mlx-openai-server": Engine(
+        *("mlx", True, ("loguru", "dill", "xxhash", "aiofiles")),
+        ("tests/adapters/test_prompt_cache_of_servers.py",),
+        alone=("mlx-openai-server==1.8.1",),
+    ),
     "jax-oldest": Engine("jax", True, (), ("tests/with_jax",)),
     "jax-newest": Engine("jax", False, (), ("tests/with_jax",)),
     "transformers-oldest": Engine("transformers", True, (), ("tests/with_torch",)),
@@ -75,8 +89,10 @@ def run(name: str) -> bool:
     subprocess.run([sys.executable, "-m", "venv", place], check=True)
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--upgrade"]
     subprocess.run([*pip, *PROJECT["dependencies"], *frameworks, *engine.pins, *TOOLS], check=True)
-    print(f"==> {name}: {', '.join([*frameworks, *engine.pins])}", flush=True)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    if engine.alone:
+        subprocess.run([*pip, "--no-deps", *engine.alone], check=True)
+    print(f"==> {name}: {', '.join([*frameworks, *engine.pins, *engine.alone])}", flush=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "KVPOOL_CACHES": engine.caches}
     if engine.suites:
         environment["KVPOOL_VLLM_SOURCE"] = str(vllm_source(pip, place, engine.suites))
     tests = ["-m", "pytest", "-q", "-m", "not long and not slow", *engine.tests]

@@ -1,35 +1,46 @@
-"""Dense caches of mlx-lm as bytes: the layout of a list of caches, rows of blocks, copies.
+"""Dense caches of MLX servers as bytes: the layout of a list of caches, rows of blocks, copies.
 
-`prompt_cache` keeps such rows and copies in memory, `prompt_store` in a store.
+No class is known by name. What a cache has, and what it holds now, decides how it is kept: `role_of`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
-    CacheList,
-    ChunkedKVCache,
-    ConcatenateKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    trim_prompt_cache,
-)
 
 BLOCK = 16
 """Tokens of a block."""
 
-PER_TOKEN = (KVCache, ConcatenateKVCache, QuantizedKVCache)
-STATES = (ArraysCache, RotatingKVCache, ChunkedKVCache)
+ROLES = ("rows", "state", "whole", "list")
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+_PLACES = ("offset", "_idx")  # the number of tokens, in a cache that has a row for each
+_BOUNDS = {"max_size", "chunk_size"}
+_PIECE = 1 << 20  # bytes that are put in order together
+
+_registered: dict[type, str] = {}
+_told: set[type] = set()
+_log = logging.getLogger(__name__)
+
+
+def register_cache(cls: type, kind: str) -> None:
+    """Say how caches of a class are kept, where their attributes do not tell.
+
+    Parameters
+    ----------
+    cls : type
+    kind : str
+        ``"rows"``: `keys` and `values` have a row for each of the first `offset` tokens, so any prefix can be cut.
+        ``"state"``: its arrays are valid at one position. ``"whole"``: `copy.deepcopy` copies it. ``"list"``: `caches`
+        has other caches.
+    """
+    if kind not in ROLES:
+        raise ValueError(f"[register_cache] kind is {kind!r}, it must be one of {', '.join(ROLES)}")
+    _registered[cls] = kind
 
 
 class Part(NamedTuple):
@@ -42,11 +53,13 @@ class Part(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A cache of keys and values per token (its class, the arguments of a new one, its arrays), or one kept whole."""
+    """A cache: its class and role; if it has a row per token, its other attributes and its arrays."""
 
     kind: type
-    arguments: tuple[int, ...]
-    parts: tuple[Part, ...]
+    role: str
+    fields: tuple[tuple[str, Any], ...] = ()
+    places: tuple[str, ...] = ()  #: which of its attributes say how many tokens it holds
+    parts: tuple[Part, ...] = ()
 
 
 class CacheLayout(NamedTuple):
@@ -56,49 +69,162 @@ class CacheLayout(NamedTuple):
     tree: tuple[Any, ...]
     row_nbytes: int
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether every cache has a row per token: any prefix can be cut from them."""
+        return all(leaf.role == "rows" for leaf in self.leaves)
+
+    @property
+    def needs_ends(self) -> bool:
+        """Whether some cache has no row per token, or will not have in a longer sequence."""
+        return any(leaf.role != "rows" or _BOUNDS & dict(leaf.fields).keys() for leaf in self.leaves)
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether it knows the arrays of some cache."""
+        return any(leaf.role != "whole" for leaf in self.leaves)
+
+    def kept_of(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the caches that are kept whole."""
+        return [cache for cache, leaf in zip(leaves, self.leaves, strict=True) if leaf.role != "rows"]
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles of the caches that are kept whole."""
+        return [leaf.role for leaf in self.leaves if leaf.role != "rows"]
+
+
+def bound_of(cache: Any) -> int | None:
+    """Return the most tokens that a window or a chunk needs, None for other caches."""
+    held = getattr(cache, "__dict__", {})
+    if {"max_size", "keep", "_idx"} <= held.keys():
+        return int(cache.max_size)
+    return int(cache.chunk_size) if {"chunk_size", "start_position"} <= held.keys() else None
+
+
+def place_of(cache: Any) -> int | None:
+    """Return how many tokens a cache holds, None if it is empty or does not say."""
+    held = getattr(cache, "__dict__", {})
+    place = held.get("offset")
+    return place if type(place) is int and held.get("keys", place) is not None else None
+
+
+def is_empty(cache: Any) -> bool:
+    """Whether a cache holds nothing yet."""
+    return role_of(cache) != "whole" and not _arrays_in(vars(cache))
+
+
+def role_of(cache: Any, windows: bool = True) -> str:
+    """Return how a cache is kept.
+
+    A window that has not turned, and a chunk that begins at 0, have all rows. Without `windows` they are states.
+    """
+    held, known = getattr(cache, "__dict__", {}), _registered.get(type(cache))
+    if known not in (None, "rows"):
+        return str(known)
+    if known is None and isinstance(held.get("caches"), (list, tuple)):
+        return "list"
+    if {"keys", "values", "offset"} <= held.keys() and _has_rows(cache, known == "rows", windows):
+        return "rows"
+    if all(map(_is_plain, held.values())) and not all(map(_is_scalar, held.values())):
+        return "state"
+    if type(cache) not in _told:
+        _told.add(type(cache))
+        name = type(cache).__qualname__
+        _log.warning("[insert] %s is not known: it is kept whole, and found where a prompt ends", name)
+    return "whole"
+
+
+def _has_rows(cache: Any, is_registered: bool, windows: bool) -> bool:
+    held, bound = vars(cache), bound_of(cache)
+    if type(cache.offset) is not int or not (is_registered or all(_is_scalar(held[name]) for name in _others(held))):
+        return False
+    if bound is None:
+        if "max_size" in held and not is_registered:  # it may need room for so many
+            return False
+    elif not windows or cache.offset > bound or held.get("start_position") or held.get("_idx", 0) > cache.offset:
+        return False
+    if cache.keys is None:
+        return not cache.offset
+    return held.get("_idx", cache.offset) == cache.offset and all(
+        isinstance(array, mx.array) and array.ndim == 4 and array.shape[0] == 1 and array.shape[2] >= cache.offset
+        for array in arrays_of(cache)
+    )
+
+
+def _others(held: dict[str, Any]) -> list[str]:
+    return sorted(held.keys() - {"keys", "values", *_PLACES})
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float, str))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, mx.array) or _is_scalar(value)
+
 
 def single(cache: Any) -> Any:
     """Return the one row of a batch as a cache of its own."""
-    if isinstance(cache, CacheList):
-        return CacheList(*map(single, cache.caches))
-    if type(cache) in (BatchKVCache, BatchRotatingKVCache) and not cache.empty() and cache.keys.shape[0] == 1:
-        return cache.extract(0)
-    return cache
+    if role_of(cache) == "list":
+        return _list_of(type(cache), map(single, cache.caches))
+    keys = getattr(cache, "keys", None)
+    is_row = isinstance(keys, mx.array) and keys.shape[0] == 1 and hasattr(cache, "left_padding")
+    return cache.extract(0) if is_row else cache
 
 
 def leaves_of(caches: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Return the caches in one list, and the shape of the nested lists."""
+    """Return the caches in one list, and the shape of the nested lists: None, or a class and the shape in it."""
     leaves: list[Any] = []
     tree: list[Any] = []
     for cache in caches:
-        if type(cache) is CacheList:
+        if role_of(cache) == "list":
             below, shape = leaves_of(cache.caches)
             leaves += below
-            tree.append(shape)
+            tree.append((type(cache), shape))
         else:
             leaves.append(cache)
             tree.append(None)
     return leaves, tuple(tree)
 
 
+def nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:
+    """Return caches in the nested lists that they were in."""
+    return [next(leaves) if node is None else _list_of(node[0], nested(node[1], leaves)) for node in tree]
+
+
+def _list_of(kind: type, caches: Any) -> Any:
+    made: Any = kind.__new__(kind)
+    made.caches = tuple(caches)
+    return made
+
+
 def arrays_of(cache: Any) -> list[mx.array]:
-    """Return the arrays of a cache of keys and values per token."""
+    """Return the arrays of a cache of keys and values."""
     planes = [cache.keys, cache.values]
     return [array for plane in planes for array in (plane if isinstance(plane, (list, tuple)) else [plane])]
 
 
-def layout_of(leaves: list[Any], tree: tuple[Any, ...], length: int) -> CacheLayout:
-    """Return the layout. A cache that has not one entry per token and sequence is kept whole."""
+def layout_of(leaves: list[Any], tree: tuple[Any, ...], windows: bool = True) -> CacheLayout:
+    """Return the layout. Without `windows`, windows and chunks are states whatever they hold."""
     found, offset = [], 0
     for cache in leaves:
-        parts: list[Part] = []
-        is_dense = type(cache) in PER_TOKEN and cache.keys is not None and cache.offset == length
-        for array in arrays_of(cache) if is_dense and arrays_of(cache)[0].shape[0] == 1 else ():
+        role, parts = role_of(cache, windows), []
+        if role != "rows":
+            found.append(Leaf(type(cache), role))
+            continue
+        for array in arrays_of(cache) if cache.keys is not None else ():
             offset = -(-offset // array.dtype.size) * array.dtype.size
             parts.append(Part(array.shape[1], array.shape[3], array.dtype, offset))
             offset += array.shape[1] * array.shape[3] * array.dtype.size
-        arguments = (cache.group_size, cache.bits) if parts and type(cache) is QuantizedKVCache else ()
-        found.append(Leaf(type(cache), arguments, tuple(parts)))
+        held = vars(cache)
+        fields = tuple((name, held[name]) for name in _others(held))
+        places = tuple(name for name in _PLACES if name in held)
+        found.append(Leaf(type(cache), role, fields, places, tuple(parts)))
     return CacheLayout(tuple(found), tree, -(-offset // 8) * 8)
 
 
@@ -107,58 +233,91 @@ def rows_of(layout: CacheLayout, leaves: list[Any], begin: int, end: int) -> Ite
     hosts = []
     for cache, leaf in zip(leaves, layout.leaves, strict=True):
         for array, part in zip(arrays_of(cache), leaf.parts, strict=True) if leaf.parts else ():
-            plain = array.view(UNSIGNED[part.dtype.size])
-            hosts.append((part, np.asarray(plain)[0] if part.heads * part.width else None))
-    for start in range(begin, end, BLOCK):
-        stop = min(start + BLOCK, end)
-        row = np.zeros((stop - start, layout.row_nbytes), np.uint8)
+            if part.heads * part.width:
+                hosts.append((part, np.asarray(array.view(UNSIGNED[part.dtype.size]))[0]))
+    piece = max(1, _PIECE // (BLOCK * layout.row_nbytes or _PIECE)) * BLOCK
+    for start in range(begin, end, piece):
+        stop = min(start + piece, end)
+        rows = np.zeros((stop - start, layout.row_nbytes), np.uint8)
         for part, host in hosts:
-            if host is not None:
-                nbytes = part.heads * part.width * part.dtype.size
-                place = row[:, part.offset : part.offset + nbytes].view(host.dtype)
-                place.reshape(stop - start, part.heads, part.width)[...] = host[:, start:stop].transpose(1, 0, 2)
-        yield mx.array(row.view(np.uint64))  # MLX copies wide numbers faster
+            nbytes = part.heads * part.width * part.dtype.size
+            place = rows[:, part.offset : part.offset + nbytes].view(host.dtype)
+            place.reshape(stop - start, part.heads, part.width)[...] = host[:, start:stop].transpose(1, 0, 2)
+        wide = rows.view(np.uint64)  # MLX copies wide numbers faster
+        for at in range(0, stop - start, BLOCK):
+            yield mx.array(wide[at : at + BLOCK])
 
 
-def caches_of(
-    layout: CacheLayout, rows: list[mx.array], kept: list[Any], length: int, excess: int
-) -> tuple[list[Any], int]:
+def caches_of(layout: CacheLayout, rows: list[mx.array], kept: list[Any], length: int) -> list[Any]:
     """Return caches of `length` tokens: views of one copy of the rows, and what was kept whole."""
     data = mx.concatenate(rows)[:length] if rows and layout.row_nbytes else None
     mx.eval([] if data is None else data)
     whole = iter(kept)
     leaves = []
     for leaf in layout.leaves:
-        if not leaf.parts:
-            leaves.append(next(whole))
-            continue
-        cache = leaf.kind(*leaf.arguments)
-        planes = [_plane(data, part) for part in leaf.parts] if data is not None else []
-        half = len(planes) // 2
-        if half:
-            cache.keys, cache.values = planes if half == 1 else (planes[:half], planes[half:])
-            cache.offset = length
-        leaves.append(cache)
-    if excess:
-        trim_prompt_cache(kept, excess)
+        planes = [_plane(data, part, 1) for part in leaf.parts] if data is not None else []
+        leaves.append(next(whole) if leaf.role != "rows" else _cache_of(leaf, planes, length if planes else 0))
     evaluate(leaves)
-    return _nested(layout.tree, iter(leaves)), length
+    return nested(layout.tree, iter(leaves))
 
 
-def _plane(data: mx.array, part: Part) -> mx.array:
-    """Return the view ``[1, heads, tokens, width]`` of one array of a cache."""
+def batch_of(layout: CacheLayout, rows: list[list[mx.array]], lengths: list[int]) -> list[Any] | None:
+    """Return batches of sequences whose caches all have rows: views of one copy. None: a class has no such batch."""
+    most, pieces = max(lengths), []
+    for each, length in zip(rows, lengths, strict=True):
+        pieces += [mx.zeros((most - length, layout.row_nbytes // 8), mx.uint64), *each[:-1]]
+        pieces += [each[-1][: length - BLOCK * (len(each) - 1)]] if each else []
+    batches = []
+    for leaf in layout.leaves:
+        merge = getattr(leaf.kind, "merge", None)
+        batch = merge([_cache_of(leaf, [], 0) for _ in rows]) if merge and len(leaf.parts) == 2 else None
+        if not {"keys", "values", "offset", "left_padding", "_idx"} <= getattr(batch, "__dict__", {}).keys():
+            return None
+        batches.append(batch)
+    data = mx.concatenate(pieces)
+    mx.eval(data)
+    for leaf, batch in zip(layout.leaves, batches, strict=True):
+        batch.keys, batch.values = (_plane(data, part, len(rows)) for part in leaf.parts)
+        batch.left_padding = mx.array([most - length for length in lengths])
+        batch.offset, batch._idx = mx.array(lengths), most
+        if hasattr(batch, "_offset"):
+            batch._offset = most
+    evaluate(batches)
+    return nested(layout.tree, iter(batches))
+
+
+def empty_of(layout: CacheLayout, kept: Sequence[Any]) -> list[Any]:
+    """Return caches of no tokens. `kept` are such as the layout keeps whole."""
+    whole, leaves = iter(kept), []
+    for leaf in layout.leaves:
+        cache = _cache_of(leaf, [], 0) if leaf.role == "rows" else copied(next(whole), lambda array: None)
+        vars(cache).update({name: 0 for name in (*_PLACES, "start_position") if name in vars(cache)})
+        leaves.append(cache)
+    return nested(layout.tree, iter(leaves))
+
+
+def _cache_of(leaf: Leaf, planes: list[mx.array], length: int) -> Any:
+    """Return a cache with the rows of so many tokens."""
+    cache: Any = leaf.kind.__new__(leaf.kind)
+    vars(cache).update({"keys": None, "values": None}, **dict(leaf.fields), **dict.fromkeys(leaf.places, length))
+    half = len(planes) // 2
+    if half:
+        cache.keys, cache.values = planes if half == 1 else (tuple(planes[:half]), tuple(planes[half:]))
+    return cache
+
+
+def _plane(data: mx.array, part: Part, rows: int) -> mx.array:
+    """Return the view ``[rows, heads, tokens, width]`` of one array of a cache."""
     size, first = part.heads * part.width, part.offset // part.dtype.size
     plane = data.view(part.dtype)[:, first : first + size]
-    return plane.reshape(data.shape[0], part.heads, part.width).transpose(1, 0, 2)[None]
+    return plane.reshape(rows, data.shape[0] // rows, part.heads, part.width).transpose(0, 2, 1, 3)
 
 
-def _nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:
-    return [next(leaves) if node is None else CacheList(*_nested(node, leaves)) for node in tree]
-
-
-def nbytes_of(cache: Any) -> int:
+def nbytes_of(cache: Any, role: str) -> int:
     """Bytes of a cache that is kept whole, after it is cut to what it needs."""
-    return sum(array.nbytes for array in _arrays_in(vars(compact(cache)))) if type(cache) in STATES else cache.nbytes
+    if role != "state":
+        return int(getattr(cache, "nbytes", 0))
+    return sum(array.nbytes for array in _arrays_in(vars(compact(cache))))
 
 
 def evaluate(caches: Sequence[Any]) -> None:
@@ -175,37 +334,43 @@ def _arrays_in(value: Any) -> list[mx.array]:
 
 def compact(cache: Any) -> Any:
     """Return a cache like this one without the tokens that it will not read again."""
-    if type(cache) not in (RotatingKVCache, ChunkedKVCache) or cache.keys is None:
+    held, bound = vars(cache), bound_of(cache)
+    if bound is None or not isinstance(cache.keys, mx.array) or len(held.keys() & {"_idx", "start_position"}) != 1:
         return cache
     cut = copy.copy(cache)
     planes = cache.keys, cache.values
-    if type(cache) is ChunkedKVCache:
+    if "start_position" in held:
         end = cache.offset - cache.start_position
-        begin = max(0, end - cache.chunk_size)
+        begin = max(0, end - bound)
         cut.start_position += begin
         cut.keys, cut.values = (plane[..., begin:end, :] for plane in planes)
-    elif cache.keys.shape[2] > cache.max_size:
-        keep, first = cache.keep, cache.keys.shape[2] - cache.max_size + cache.keep
+    elif cache.keys.shape[2] > bound:
+        keep, first = cache.keep, cache.keys.shape[2] - bound + cache.keep
         cut.keys, cut.values = (
             mx.concatenate([plane[..., :keep, :], plane[..., first:, :]], axis=2) for plane in planes
         )
-        cut._idx = cache.max_size
+        cut._idx = bound
     else:
         cut.keys, cut.values = (plane[..., : cache.offset, :] for plane in planes)
     return cut
 
 
-def copied(cache: Any, array: Any) -> Any:
+def copied(cache: Any, array: Callable[[mx.array], Any], role: str = "state") -> Any:
     """Return a copy of a cache that is kept whole, with ``array(x)`` for its arrays."""
-    if type(cache) not in STATES:
+    if role != "state":
         return copy.deepcopy(cache)
     twin = copy.copy(compact(cache))
-    for name, value in vars(twin).items():
-        if isinstance(value, (list, tuple)):
-            setattr(twin, name, type(value)(array(x) if isinstance(x, mx.array) else x for x in value))
-        elif isinstance(value, mx.array):
-            setattr(twin, name, array(value))
+    vars(twin).update({name: mapped(value, array) for name, value in vars(twin).items()})
     return twin
+
+
+def mapped(value: Any, array: Callable[[mx.array], Any]) -> Any:
+    """Return a value with ``array(x)`` for the arrays in it."""
+    if isinstance(value, dict):
+        return {name: mapped(item, array) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([mapped(item, array) for item in value])
+    return array(value) if isinstance(value, mx.array) else value
 
 
 def owned(array: mx.array) -> mx.array:

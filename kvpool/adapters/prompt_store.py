@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 
 from kvpool.adapters.dense_caches import (
     BLOCK,
-    PER_TOKEN,
-    STATES,
     UNSIGNED,
     CacheLayout,
     Leaf,
     Part,
+    bound_of,
     compact,
+    is_empty,
     layout_of,
     leaves_of,
     nbytes_of,
@@ -34,10 +34,10 @@ from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading, prefi
 from kvpool.store.tiers import lacking
 
 _FILL = 2**31 - 1  # no token
-_ENDS = f"ends of mlx-lm {mlx_lm.__version__}, "  # another release may have other fields in its caches
+_ENDS = "ends of "
 _HEAD = 1024  # most bytes of the text about one cache
 _SCANNED = 512  # positions that a store is asked about at a time
-_KINDS = {kind.__name__: kind for kind in (*PER_TOKEN, *STATES)}
+_kinds: dict[str, type] = {}  # of the layouts that this process has made
 
 
 class Found(NamedTuple):
@@ -64,20 +64,20 @@ def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
         A cache is empty, or of a class that a store cannot have.
     """
     leaves, tree = leaves_of([single(cache) for cache in caches])
-    length = max((cache.offset for cache in leaves if type(cache) in PER_TOKEN), default=0)
-    layout = layout_of(leaves, tree, length)
+    layout = layout_of(leaves, tree, windows=False)
     groups = []
     content = _text(layout)
     if layout.row_nbytes:
         groups.append(BlockLayout(BLOCK, BLOCK * layout.row_nbytes, content))
-    kept = [cache for cache, leaf in zip(leaves, layout.leaves, strict=True) if not leaf.parts]
-    for cache in kept:
-        if type(cache) not in STATES or cache.empty():
+    kept = layout.kept_of(leaves)
+    for cache, role in zip(kept, layout.roles, strict=True):
+        if role != "state" or is_empty(cache):
             name = type(cache).__name__
             raise ValueError(f"[store_layout] {name} is empty or unknown, caches must hold one token at least")
     if kept:
         nbytes = BLOCK * layout.row_nbytes + sum(_HEAD + _most_nbytes(cache) for cache in kept)
-        groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"{_ENDS}{content}"))
+        releases = sorted({_release(type(cache)) for cache in kept})  # another one may have other fields
+        groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"{_ENDS}{', '.join(releases)}: {content}"))
     return Layout(tuple(groups), weights, BLOCK)
 
 
@@ -87,10 +87,11 @@ class PromptStore:
     def __init__(self, store: BlockStore) -> None:
         self.store = store
         try:
-            self.layout = _layout_from(store.layout.groups[0].content.removeprefix(_ENDS))
+            content = store.layout.groups[0].content
+            self.layout = _layout_from(content.partition(": ")[2] if content.startswith(_ENDS) else content)
         except (ValueError, KeyError, TypeError) as exc:
             raise ValueError("[PromptCache] the layout of the store is not one of store_layout") from exc
-        self._has_ends = not all(leaf.parts for leaf in self.layout.leaves)
+        self._has_ends = not self.layout.is_dense
         self._ends = len(store.layout.groups) - 1
 
     def longest(self, known: np.ndarray, begin: int, least: int, namespace: bytes) -> Found | None:
@@ -120,18 +121,26 @@ class PromptStore:
                 return Found(length, rows + tail, kept)
         return None
 
-    def put(self, known: np.ndarray, rows: list[mx.array], kept: Sequence[Any] | None, namespace: bytes) -> None:
+    def put(
+        self,
+        known: np.ndarray,
+        rows: Callable[[int, int], Iterator[mx.array]],
+        kept: Sequence[Any] | None,
+        namespace: bytes,
+    ) -> None:
         """Offer the rows of a prompt that the store does not have, and the caches at its end."""
         whole = len(known) // BLOCK
         if whole and self.layout.row_nbytes:
             blocks = self.store.layout.blocks(known, namespace)[0]
             missing = np.flatnonzero(lacking(self.store, blocks))
-            if missing.size:
-                self.store.store(blocks[missing], [_as_bytes(rows[number]) for number in missing.tolist()])
-        packed = self._packed(rows[whole:], kept) if self._has_ends and kept is not None and len(known) else None
-        if packed is not None:
-            names = self._names(known, [len(known)], prefix_keys(known, BLOCK, namespace))
-            self.store.store(names, packed[None])
+            new = [row for number in missing.tolist() for row in rows(number * BLOCK, (number + 1) * BLOCK)]
+            if new:
+                self.store.store(blocks[missing], list(map(_as_bytes, new)))
+        if self._has_ends and kept is not None and len(known):
+            packed = self._packed(list(rows(whole * BLOCK, len(known))), kept)
+            if packed is not None:
+                names = self._names(known, [len(known)], prefix_keys(known, BLOCK, namespace))
+                self.store.store(names, packed[None])
 
     def _rows(self, blocks: Blocks) -> list[mx.array]:
         """Load blocks up to the first one that is missing."""
@@ -168,18 +177,11 @@ class PromptStore:
     def _packed(self, tail: list[mx.array], kept: Sequence[Any]) -> np.ndarray | None:
         """Return the bytes of one record: tail, length of the text, text, arrays. None if it does not fit."""
         nbytes, tail_nbytes = self.store.layout.groups[self._ends].nbytes, BLOCK * self.layout.row_nbytes
-        described, arrays = [], []
-        for cache in map(compact, kept):
-            fields: dict[str, Any] = {}
-            for name, value in vars(cache).items():
-                items = value if isinstance(value, list) else [value]
-                arrays += [item for item in items if isinstance(item, mx.array)]
-                texts = [_array_text(item) if isinstance(item, mx.array) else item for item in items]
-                if not all(item is None or isinstance(item, bool | int | float | str | dict) for item in texts):
-                    return None
-                fields[name] = texts if isinstance(value, list) else texts[0]
-            described.append(fields)
-        text = json.dumps(described).encode()
+        arrays: list[mx.array] = []
+        try:
+            text = json.dumps([_described(vars(compact(cache)), arrays) for cache in kept]).encode()
+        except TypeError:
+            return None
         rows = b"".join(_as_bytes(row).tobytes() for row in tail)
         record = rows.ljust(tail_nbytes, b"\0") + len(text).to_bytes(8, "little") + text
         record += b"".join(_host(array).tobytes() for array in arrays)
@@ -194,39 +196,65 @@ class PromptStore:
         begin = tail_nbytes + 8
         end = begin + int.from_bytes(row[tail_nbytes:begin].tobytes(), "little")
         place, kept = [end], []
-        kinds = [leaf.kind for leaf in self.layout.leaves if not leaf.parts]
+        kinds = [leaf.kind for leaf in self.layout.leaves if leaf.role != "rows"]
         for kind, fields in zip(kinds, json.loads(row[begin:end].tobytes()), strict=True):
-            cache: Any = object.__new__(kind)
-            for name, value in fields.items():
-                items = [_array_from(item, row, place) for item in (value if isinstance(value, list) else [value])]
-                setattr(cache, name, items if isinstance(value, list) else items[0])
+            cache: Any = kind.__new__(kind)
+            vars(cache).update(_read(fields, row, place))
             kept.append(cache)
         return tail, kept
 
 
 def _most_nbytes(cache: Any) -> int:
     """Bytes of a cache of states, or of a full window."""
-    most = getattr(cache, "max_size", getattr(cache, "chunk_size", None))
-    if most is None:
-        return nbytes_of(cache)
+    most = bound_of(cache)
+    if most is None or not isinstance(cache.keys, mx.array):
+        return nbytes_of(cache, "state")
+    most = max(most, cache.keys.shape[2] if compact(cache) is cache else 0)
     return sum(plane.nbytes // plane.shape[2] * most for plane in (cache.keys, cache.values))
 
 
+def _release(kind: type) -> str:
+    """Return the name and release of the package that a class is from."""
+    name = kind.__module__.partition(".")[0]
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return name
+
+
+def _name(kind: type) -> str:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    _kinds[name] = kind
+    return name
+
+
 def _text(layout: CacheLayout) -> str:
+    def shape(tree: Any) -> Any:
+        return [None if node is None else [_name(node[0]), shape(node[1])] for node in tree]
+
     leaves = [
-        [leaf.kind.__name__, leaf.arguments, [[*part[:2], _dtype_text(part.dtype), part.offset] for part in leaf.parts]]
+        [
+            *(_name(leaf.kind), leaf.role, leaf.fields, leaf.places),
+            [[*part[:2], _dtype_text(part.dtype), part.offset] for part in leaf.parts],
+        ]
         for leaf in layout.leaves
     ]
-    return json.dumps({"leaves": leaves, "tree": layout.tree, "row_nbytes": layout.row_nbytes})
+    return json.dumps({"leaves": leaves, "tree": shape(layout.tree), "row_nbytes": layout.row_nbytes})
 
 
 def _layout_from(text: str) -> CacheLayout:
+    def tree(shape: Any) -> Any:
+        return tuple(None if node is None else (_kinds[node[0]], tree(node[1])) for node in shape)
+
     read = json.loads(text)
     leaves = [
-        Leaf(_KINDS[kind], tuple(arguments), tuple(Part(p[0], p[1], getattr(mx, p[2]), p[3]) for p in parts))
-        for kind, arguments, parts in read["leaves"]
+        Leaf(
+            *(_kinds[kind], role, _tuples(fields), tuple(places)),
+            tuple(Part(p[0], p[1], getattr(mx, p[2]), p[3]) for p in parts),
+        )
+        for kind, role, fields, places, parts in read["leaves"]
     ]
-    return CacheLayout(tuple(leaves), _tuples(read["tree"]), read["row_nbytes"])
+    return CacheLayout(tuple(leaves), tree(read["tree"]), read["row_nbytes"])
 
 
 def _tuples(tree: Any) -> Any:
@@ -237,19 +265,33 @@ def _dtype_text(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def _array_text(array: mx.array) -> dict[str, Any]:
-    return {"dtype": _dtype_text(array.dtype), "shape": list(array.shape)}
+def _described(value: Any, arrays: list[mx.array]) -> Any:
+    """Return what JSON can have of a value. Its arrays go to `arrays`."""
+    if isinstance(value, mx.array):
+        arrays.append(value)
+        return {"dtype": _dtype_text(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, dict):
+        return {"dict": [[name, _described(item, arrays)] for name, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_described(item, arrays) for item in value]}
+    return [_described(item, arrays) for item in value] if isinstance(value, list) else value
 
 
-def _array_from(item: Any, row: np.ndarray, place: list[int]) -> Any:
-    """Return an array from its bytes at `place`, which moves behind them; anything else as it is."""
-    if not isinstance(item, dict):
-        return item
-    dtype, begin = getattr(mx, item["dtype"]), place[0]
-    if not all(item["shape"]):
-        return mx.zeros(item["shape"], dtype)
-    place[0] += int(np.prod(item["shape"], dtype=np.int64)) * dtype.size
-    return mx.array(row[begin : place[0]]).view(dtype).reshape(item["shape"])
+def _read(value: Any, row: np.ndarray, place: list[int]) -> Any:
+    """Return a value from its description. The bytes of arrays are at `place`, which moves behind them."""
+    if isinstance(value, list):
+        return [_read(item, row, place) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "dict" in value:
+        return {name: _read(item, row, place) for name, item in value["dict"]}
+    if "tuple" in value:
+        return tuple(_read(item, row, place) for item in value["tuple"])
+    dtype, begin = getattr(mx, value["dtype"]), place[0]
+    if not all(value["shape"]):
+        return mx.zeros(value["shape"], dtype)
+    place[0] += int(np.prod(value["shape"], dtype=np.int64)) * dtype.size
+    return mx.array(row[begin : place[0]]).view(dtype).reshape(value["shape"])
 
 
 def _host(array: mx.array) -> np.ndarray:

@@ -7,6 +7,8 @@ function of its tokens, so every hit is compared with what its tokens stand for.
 
 from __future__ import annotations
 
+import importlib
+import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,18 +16,20 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models import cache as mlx_caches
 
 from kvpool.adapters.prompt_cache import PromptCache
+from kvpool.adapters.prompt_index import INDEX_NBYTES
 from kvpool.adapters.prompt_store import store_layout
 from kvpool.store import MemoryStore
 
+mlx_caches: Any = importlib.import_module(os.environ.get("KVPOOL_CACHES", "mlx_lm.models.cache"))
 HEADS, WIDTH, WINDOW, KEEP = 2, 2, 24, 4
 PROGRAM = 200  # calls of a program
 ROOMY = 1 << 24  # a budget that no program fills
 LONGEST = 160  # tokens of a prompt
 KINDS = ("dense", "quantized", "window", "chunk", "state", "list", "batch", "unknown")
 CUT = ("dense", "quantized", "batch")  # kinds that are found at every length
+BOUNDED = ("window", "chunk")
 STORED = ("dense", "quantized", "window", "chunk", "state", "list")
 WEIGHTS = np.random.default_rng(5).integers(1, 1 << 40, LONGEST + 1)
 
@@ -163,12 +167,14 @@ def fault_in(caches: list[Any], kind: str, tokens: list[int]) -> str:
 class Naive:
     """Every prompt that was inserted, whole. A span of media is a letter of its own in `text`."""
 
-    def __init__(self, kind: str) -> None:
-        self.is_cut = kind in CUT
+    def __init__(self, kind: str, is_stored: bool = False) -> None:
+        bound = WINDOW if kind in BOUNDED and not is_stored else 0
+        self.most = LONGEST if kind in CUT else bound  # the longest prompt that has all rows
         self.known: set[str] = set()
 
     def add(self, text: str) -> None:
-        self.known |= {text[:length] for length in range(2, len(text) + 1)} if self.is_cut else {text}
+        has_rows = len(text) - 1 <= self.most
+        self.known |= {text[:length] for length in range(2, len(text) + 1)} if has_rows else {text}
 
     def longest(self, text: str, spans: list[tuple[int, int, str]]) -> int:
         """Tokens of the longest hit. The first letter of `text` is the namespace."""
@@ -192,7 +198,7 @@ class Program:
     def __init__(self, seed: int, kind: str | None = None, options: dict[str, Any] | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.kind = kind or rng.choice(KINDS)
-        self.options = {"max_bytes": rng.choice([ROOMY, ROOMY, 3_000, 12_000])} if options is None else options
+        self.options = {"max_bytes": rng.choice([ROOMY, ROOMY, 6_000, 40_000])} if options is None else options
         if options is None and rng.random() < 0.2:
             self.options["checkpoint_bytes"] = rng.choice([100, 1000])
         if options is None and rng.random() < 0.3:
@@ -201,7 +207,7 @@ class Program:
             layout = store_layout(made(self.kind, [0] * 30, rng), b"weights")
             self.options["store"] = MemoryStore(layout, rng.choice([1 << 30, 30_000]))
         self.prompts = PromptCache(**self.options)
-        self.naive, self.stored = Naive(self.kind), Naive(self.kind)
+        self.naive, self.stored = Naive(self.kind), Naive(self.kind, is_stored=True)
         self.loses = len(self.options) > 1 or self.options["max_bytes"] < ROOMY
         store = self.options.get("store")
         self.keeps = store is not None and store.max_nbytes == 1 << 30 and self.options["max_bytes"] == ROOMY
@@ -216,8 +222,8 @@ class Program:
             said = self.call()
             if said:
                 return f"call {number} on {self.kind} {self.options}: {said}"
-        for shelf in self.prompts._shelves.values():
-            shelf.pool.check()
+        if self.prompts._layouts:
+            self.prompts._index.pool.check()
         return ""
 
     def prompt(self) -> tuple[list[int], list[tuple[int, int, str]]]:
@@ -299,30 +305,31 @@ class Program:
             return f"{held} bytes are held, {prompts.nbytes} are counted, the limit is {prompts.max_bytes}"
         if len(prompts) > prompts.max_size:
             return f"{len(prompts)} sequences, the limit is {prompts.max_size}"
-        for shelf in prompts._shelves.values():
-            if shelf.pool.num_blocks - shelf.pool.blocks.num_blank != len(shelf.rows):
-                return "the pool has other blocks than the cache"
+        pool = prompts._index.pool if prompts._layouts else None
+        if pool is not None and pool.num_blocks - pool.blocks.num_blank != len(prompts._index.rows):
+            return "the pool has other blocks than the cache"
         return ""
 
 
 def held_nbytes(prompts: PromptCache) -> int:
-    """Bytes of every array that a cache holds, counted anew."""
-    rows = sum(row.nbytes for shelf in prompts._shelves.values() for row in shelf.rows.values())
+    """Bytes of every array that a cache holds, and of their index, counted anew."""
+    held = [row.nbytes for row in prompts._index.rows.values() if row.nbytes] if prompts._layouts else []
     ends = [one for order in prompts._order.values() for one in order.values()]
-    return rows + sum(cache.nbytes for one in ends for cache in one.kept)
+    kept = sum(cache.nbytes for one in ends for cache in one.kept)
+    return sum(held) + kept + INDEX_NBYTES * (len(held) + sum(one.layout.has_arrays for one in ends))
 
 
-def threads(seed: int, calls: int, max_bytes: int = 12_000) -> str:
+def threads(seed: int, calls: int, max_bytes: int = 40_000) -> str:
     """Three threads on one cache: every hit is right, and no byte is held above the limit at any time."""
     prompts, peak, findings = PromptCache(max_bytes), [0], []
-    kind, put = random.Random(seed).choice(("dense", "window", "state")), prompts._put
+    kind, put = random.Random(seed).choice(("dense", "window", "state")), prompts._publish
     naive = Naive(kind)
 
     def watched(*arguments: Any) -> None:
         put(*arguments)
         peak[0] = max(peak[0], held_nbytes(prompts))
 
-    prompts._put = watched  # type: ignore[method-assign]
+    prompts._publish = watched  # type: ignore[method-assign]
 
     def talk(number: int) -> None:
         program = Program(seed + number, kind, {"max_bytes": max_bytes})

@@ -83,8 +83,9 @@ def test_the_server_on_dense_caches_keeps_quantized_ones(tokenizer):
     model, prompts = tiny_llama(head_dim=64), PromptCache()
     _, cached = converse(model, tokenizer, prompts, seed=None, kv_bits=8)
     assert min(cached[1:]) > len(SYSTEM) // 8
-    caches = next(iter(prompts._shelves)).leaves
-    assert [(leaf.kind, leaf.arguments) for leaf in caches] == [(QuantizedKVCache, (64, 8))] * len(caches)
+    (layout,) = prompts._layouts
+    fields = (("bits", 8), ("group_size", 64))
+    assert [(leaf.kind, leaf.fields) for leaf in layout.leaves] == [(QuantizedKVCache, fields)] * len(layout.leaves)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,125 @@
+"""The blocks of `PromptCache`: found by whole blocks of tokens, and by the beginning of one more.
+
+A pool with a prefix cache finds whole blocks, and says which of those that no sequence has leaves first. Beside it are
+the rows of each block, and which blocks lie behind it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+
+import kvpool
+from kvpool.adapters.dense_caches import BLOCK
+
+INDEX_NBYTES = 960
+"""Bytes of memory that a block takes beside its rows."""
+
+
+class BlockIndex:
+    """Blocks of 16 tokens, or fewer at the end of a sequence. The caller has a lock.
+
+    Parameters
+    ----------
+    num_blocks, max_sequences : int
+
+    Attributes
+    ----------
+    pool : Pool
+        Its sequences hold blocks. What it calls a namespace is the root of a tree of blocks.
+    rows : dict of int to array
+        What the blocks in use hold.
+    """
+
+    def __init__(self, num_blocks: int, max_sequences: int) -> None:
+        self.pool = kvpool.Pool(
+            num_blocks, BLOCK, max_seqs=max_sequences, in_order=True, prefix_cache=True, reserved_blocks=0
+        )
+        self._plan = kvpool.Plan(self.pool, 1, num_blocks * BLOCK, formats=())
+        self.rows: dict[int, mx.array] = {}
+        self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
+        self._parents: dict[int, int | bytes] = {}
+        self._after: dict[int | bytes, int | dict[int, None]] = {}  # one block, or some
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that no sequence has."""
+        return self.pool.blocks.num_free - self.pool.blocks.num_blank
+
+    def path(self, root: bytes, known: np.ndarray) -> list[int]:
+        """Return the whole blocks that a prompt begins with. They become the most recent."""
+        handle = self.pool.prefix.pin(known, root)
+        blocks: list[int] = self.pool.table(handle).tolist()
+        self.pool.prefix.unpin(handle)
+        return blocks
+
+    def nearest(self, parent: int | bytes, behind: np.ndarray) -> tuple[int, int]:
+        """Return the block behind `parent` that begins with the most of these tokens, and how many these are."""
+        after, behind = self._after.get(parent), behind[:BLOCK]
+        if after is None or not len(behind):
+            return -1, 0
+        blocks = [after] if isinstance(after, int) else list(after)
+        same = self._tokens[blocks, : len(behind)] == behind
+        counts = np.where(same.all(axis=1), len(behind), same.argmin(axis=1))
+        best = int(counts.argmax())
+        return blocks[best], int(counts[best])
+
+    def open(self, root: bytes, known: np.ndarray) -> int:
+        """Open a sequence with the whole blocks that are known."""
+        full = len(known) - len(known) % BLOCK
+        more = known[: full + 1] if full < len(known) else np.append(known, np.int32(0))  # one is never a hit
+        return self.pool.open(more, root, reserve=False)
+
+    def put(self, root: bytes, handle: int, known: np.ndarray, rows: list[mx.array]) -> list[int]:
+        """Make the rest of these tokens blocks of a sequence, with `rows`. Return all its blocks."""
+        begin = self.pool.num_tokens(handle)
+        self.pool.step(self._plan, [handle], len(known) - begin)
+        self.pool.prefix.commit(handle, known[begin : len(known) - len(known) % BLOCK])
+        blocks: list[int] = self.pool.table(handle).tolist()
+        new, parent = blocks[begin // BLOCK :], blocks[begin // BLOCK - 1] if begin else root
+        if new:
+            tokens = np.full(len(new) * BLOCK, -1, np.int32)
+            tokens[: len(known) - begin] = known[begin:]
+            self._tokens[new] = tokens.reshape(-1, BLOCK)
+            self.rows.update(zip(new, rows, strict=True))
+            self._parents.update(zip(new, [parent, *new[:-1]], strict=True))
+            after = self._after.setdefault(parent, new[0])
+            if isinstance(after, dict):
+                after[new[0]] = None
+            elif after != new[0]:
+                self._after[parent] = {after: None, new[0]: None}
+            self._after.update(pairwise(new))
+        return blocks
+
+    def close(self, handle: int) -> list[tuple[int, int]]:
+        """Close a sequence. Its whole blocks stay until they are evicted. Return what went, and its bytes."""
+        length = self.pool.num_tokens(handle)
+        tail = self.pool.table(handle)[length // BLOCK :].tolist()
+        self.pool.close(handle)
+        return list(map(self._clear, tail))
+
+    def evict(self, count: int) -> list[tuple[int, int]]:
+        """Evict blocks that no sequence has, the least recently used first. Return them and their bytes."""
+        before = self.pool.blocks.num_blank
+        self.pool.blocks.evict(count)
+        gone = self.pool.blocks.free_order(self.pool.blocks.num_blank - before)  # what was evicted is taken next
+        return list(map(self._clear, gone.tolist()))
+
+    def nbytes_of(self, block: int) -> int:
+        """Bytes of a block, those of the index included."""
+        nbytes = self.rows[block].nbytes
+        return nbytes + INDEX_NBYTES if nbytes else 0
+
+    def _clear(self, block: int) -> tuple[int, int]:
+        nbytes = self.nbytes_of(block)
+        del self.rows[block]
+        parent = self._parents.pop(block)
+        after = self._after.get(parent)
+        if isinstance(after, dict) and len(after) > 1:
+            after.pop(block, None)
+        elif after == block or (isinstance(after, dict) and block in after):
+            del self._after[parent]
+        self._after.pop(block, None)
+        return block, nbytes
