@@ -39,6 +39,7 @@ from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, lea
 log = logging.getLogger("vllm.kvpool")
 PATIENCE = 1.0  # seconds that a request waits to hear what the store has
 PIECE = 64  # blocks that a load reads at a time
+NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SAMPLE = 1 << 16  # bytes of a file of weights that its fingerprint reads at each of 16 places
 OPTIONS = {"path", "max_nbytes", "write_nbytes_per_day", "reserve_nbytes", "weights"}
 stores: dict[str, tuple[Layout, BlockStore]] = {}  # of this process: scheduler and worker may share one
@@ -150,7 +151,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         self.followed: dict[str, Followed] = {}
         self.epoch = ""  # of the weights: a part of each namespace
         self.step = Step()
-        self.caches: list[torch.Tensor] = []  # of each layer, [blocks, ..]
+        self.caches: list[Any] = []  # of each layer, [blocks, ..], integers; NumPy's if they are in host memory
         self.loading: dict[str, Future[set[int]]] = {}
         self.lost: set[int] = set()
 
@@ -235,9 +236,11 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         blocks = self._kv_cache_config.num_blocks
-        layers = [kv_caches[name] for name in self._kv_cache_config.kv_cache_groups[0].layer_names]
-        self.caches = [layer.movedim(list(layer.shape).index(blocks), 0) for layer in layers]
-        nbytes = sum(layer[0].numel() * layer.element_size() for layer in self.caches)
+        for name in self._kv_cache_config.kv_cache_groups[0].layer_names:
+            layer = kv_caches[name].movedim(list(kv_caches[name].shape).index(blocks), 0)
+            layer = layer.view(NUMBERS[layer.element_size()])  # which NumPy has, unlike bfloat16
+            self.caches.append(layer if layer.is_cuda else layer.numpy())
+        nbytes = sum(layer[0].nbytes for layer in self.caches)
         if nbytes != self.layout.groups[0].nbytes:
             raise ValueError(f"[KVPoolConnector] a block has {nbytes} bytes, its spec {self.layout.groups[0].nbytes}")
 
@@ -256,23 +259,30 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def load_some(self, ids: list[int], blocks: Blocks) -> int:
         rows = np.empty((len(ids), self.layout.groups[0].nbytes), np.uint8)
-        good, at = leading(self.store.load(blocks, rows)), 0
-        for layer in self.caches:
-            width = layer[0].numel() * layer.element_size()
-            part = torch.from_numpy(np.ascontiguousarray(rows[:good, at : at + width]))
-            layer[ids[:good]] = part.view(layer.dtype).view(good, *layer.shape[1:]).to(layer.device)
-            at += width
-        if self.caches[0].is_cuda:  # vLLM reads on a stream of its own
+        good = leading(self.store.load(blocks, rows))
+        for layer, part in self.parts(rows[:good]):
+            layer[ids[:good]] = torch.from_numpy(part).to(layer.device) if torch.is_tensor(layer) else part
+        if torch.is_tensor(self.caches[0]):  # vLLM reads on a stream of its own
             torch.cuda.current_stream(self.caches[0].device).synchronize()
         return good
+
+    def parts(self, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
+        """Each layer, and its part of rows that hold a block of all layers each, in the shape of the layer's blocks."""
+        at = 0
+        for layer in self.caches:
+            part = rows[:, at : at + layer[0].nbytes].view(f"i{layer.itemsize}")
+            yield layer, part.reshape(len(rows), *layer.shape[1:])
+            at += layer[0].nbytes
 
     def wait_for_save(self) -> None:
         for ids, blocks in self._get_connector_metadata().saves:
             self.guarded(self.save, None, ids, blocks)
 
     def save(self, ids: list[int], blocks: Blocks) -> None:
-        parts = [layer[ids].cpu().contiguous().view(len(ids), -1).view(torch.uint8) for layer in self.caches]
-        self.store.store(blocks, torch.cat(parts, 1).numpy())
+        rows = np.empty((len(ids), self.layout.groups[0].nbytes), np.uint8)
+        for layer, part in self.parts(rows):
+            part[:] = layer[ids].cpu().numpy() if torch.is_tensor(layer) else layer[ids]
+        self.store.store(blocks, rows)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
         done = {name for name, future in self.loading.items() if future.done()}
