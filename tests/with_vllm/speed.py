@@ -11,7 +11,6 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
