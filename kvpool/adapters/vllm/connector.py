@@ -9,10 +9,11 @@ store in a thread which blocks of the prompt are there, and sends with every ste
 save. The worker's loads in a thread too, and a save copies the blocks into the store's queue, which never waits. So a
 slow store costs hits and no step; a load that does not return holds its request, and those that wait behind it.
 
-A block that the store has lost is computed: the connector sets vLLM's `kv_load_failure_policy` to "recompute". A
-request asks once, so a store that promises what it cannot load is not asked again. Requests with images, embeddings or
-an adapter are neither loaded nor saved, because their tokens do not say what their blocks hold. After vLLM's
-`reset_prefix_cache(reset_connector=True)`, for new weights, what was saved before is not found any more.
+It serves full attention. A block that the store has lost is computed: the connector sets vLLM's
+`kv_load_failure_policy` to "recompute". A request asks once, so a store that promises what it cannot load is not asked
+again. Requests with images, embeddings or an adapter are neither loaded nor saved, because their tokens do not say what
+their blocks hold. After vLLM's `reset_prefix_cache(reset_connector=True)`, for new weights, what was saved before is
+not found any more.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
 
@@ -104,14 +106,15 @@ def fingerprint(model_config: Any) -> str:
 def layout_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> Layout:
     """One record holds one block of all layers."""
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    specs = [group.kv_cache_spec for group in groups]
     if parallel.world_size != 1:
         raise ValueError(f"[KVPoolConnector] the engine has {parallel.world_size} ranks, the connector serves one")
-    if len(groups) != 1:
-        raise ValueError(
-            f"[KVPoolConnector] the cache has {len(groups)} groups, the connector serves one: set "
-            f"--disable-hybrid-kv-cache-manager"
+    if len(specs) != 1 or type(specs[0]) not in (FullAttentionSpec, MLAAttentionSpec):  # vLLM cannot make up for
+        raise ValueError(  # blocks that a window has lost: those before them are not there to be computed from
+            f"[KVPoolConnector] the cache has {', '.join(type(spec).__name__ for spec in specs)}, the connector serves "
+            f"one group of full attention: --disable-hybrid-kv-cache-manager makes that of windows beside full layers"
         )
-    spec, names = groups[0].kv_cache_spec, groups[0].layer_names
+    spec, names = specs[0], groups[0].layer_names
     content = f"vLLM {vllm_version} on {vllm_config.device_config.device_type}, {len(names)} layers of {spec}"
     return Layout(
         (BlockLayout(spec.block_size, spec.page_size_bytes * len(names), content),),
@@ -198,8 +201,6 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         assert followed.found is not None
         end = followed.found.result()
         first = end - num_external_tokens // self.size
-        while not followed.table[first]:  # a window does not read it: the null block of all requests
-            first += 1
         self.step.loads.append((request.request_id, followed.table[first:end], followed.prompt[first:end]))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
