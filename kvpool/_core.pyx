@@ -30,6 +30,7 @@ from libc.string cimport memcmp, memcpy, memmove, memset
 
 import gc
 import os
+from dataclasses import replace
 from inspect import signature
 
 import numpy as np
@@ -74,5 +75,6 @@ include "core/plan.pxi"
 include "core/prefix_calls.pxi"
 include "core/step_calls.pxi"
 include "core/evict_calls.pxi"
+include "core/resize.pxi"
 include "core/keys.pxi"
 include "core/pool.pxi"

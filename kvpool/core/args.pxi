@@ -363,6 +363,14 @@ cdef object new_int64(Py_ssize_t size):
     return empty(size, INT64)
 
 
+cdef object shortened(object array, Py_ssize_t length):
+    """A fresh array, which nobody else has, without its end. Nothing is made for that, so nothing can fail."""
+    if not HAS_LAYOUT:
+        return array[:length]
+    (<Array*>array).dimensions[0] = length
+    return array
+
+
 cdef void* array_data(object array) except NULL:
     """Address of a fresh C-contiguous array of ours; it stays valid as long as the array lives."""
     cdef Py_buffer view

@@ -5,7 +5,6 @@ cdef class BlockAPI:
     cdef readonly Pool pool
     cdef State* state
     cdef int32_t number         # of the arena
-    cdef int64_t size           # blocks of it; arena 0 asks the pool
 
     cdef Blocks* at(self) noexcept nogil
     cdef int64_t room(self) noexcept nogil

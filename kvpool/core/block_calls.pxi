@@ -335,19 +335,14 @@ cdef class BlockAPI:
 
     def __cinit__(self, Pool pool not None, arena=0):
         cdef int64_t number = to_int(arena, "blocks", "arena", 0, MAX_ARENAS)
-        cdef int32_t arenas = 1
         self.pool = pool
         self.state = &pool.state
         self.number = <int32_t>number
-        if number == 0:
-            return
-        pool_enter(self.state, "blocks")
-        arenas = self.state.groups.num_arenas
-        if number < arenas:
-            self.size = blocks_of(self.state, self.number).num_blocks
-        pool_leave(self.state)
-        if number >= arenas:
-            raise ValueError(f"[blocks] there is no arena {number}, the pool has {arenas}")
+        if number:
+            pool_enter(self.state, "blocks")
+            pool_leave(self.state)
+        if number >= self.state.num_arenas:
+            raise ValueError(f"[blocks] there is no arena {number}, the pool has {self.state.num_arenas}")
 
     def __repr__(self):
         return f"<blocks of {f'arena {self.number} of ' if self.number else ''}{self.pool!r}>"
@@ -371,7 +366,7 @@ cdef class BlockAPI:
 
     cdef inline int64_t room(self) noexcept nogil:
         """No call gives more blocks."""
-        return self.size if self.number else self.state.blocks.num_blocks
+        return self.state.sizes[self.number]
 
     cdef int run(self, object ids, str call, int op, bint option) except -1:
         """A call with a batch of blocks. `option`: what else it was asked for."""

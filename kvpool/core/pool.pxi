@@ -215,7 +215,9 @@ cdef class Pool:
                 raise ValueError(f"[Pool] arena {k} has {sizes[k][0]} blocks, of which {reserved} are reserved")
             if blocks_init(gs.arena[k], sizes[k][0], reserved, gs.block_size) != OK:
                 raise MemoryError(f"[Pool] no memory for {sizes[k][0]} blocks, each needs 48 bytes")
-        gs.num_arenas = <int32_t>len(sizes)
+        gs.num_arenas = self.state.num_arenas = <int32_t>len(sizes)
+        for k in range(gs.num_arenas):
+            self.state.sizes[k] = sizes[k][0]
         states = len(sizes) - sum([group.kind == "state" for group in groups])
         for k in range(gs.num_groups):
             g = &gs.group[k]
@@ -257,7 +259,7 @@ cdef class Pool:
             raise ValueError(f"[Pool] a checkpoint has {size} blocks, arena 0 has {room}: "
                              "give more num_blocks, or blocks=0 to the state groups for no checkpoints")
         gs.tree = <Tree*>xcalloc(1, sizeof(Tree))
-        if gs.tree == NULL or tree_init(gs.tree, gs, &self.state.index, bundle) != OK:
+        if gs.tree == NULL or tree_init(gs.tree, gs, &self.state.index, self.state.sizes, bundle) != OK:
             raise MemoryError("[Pool] no memory for the prefix cache")
         return 0
 
@@ -1100,6 +1102,86 @@ cdef class Pool:
             refuse("evict_blocks", &v)
 
     # -- the whole pool
+
+    def resize(self, num_blocks, arena=0):
+        """Another number of blocks, or of state slots. What is cached may leave, what lives moves.
+
+        Parameters
+        ----------
+        num_blocks : int or dict
+            Blocks of the arena from now on, reserved ones included. A dict has them for several arenas, all or none.
+        arena : int, default 0
+            Which one. State groups have those behind the arenas of blocks, in their order.
+
+        Returns
+        -------
+        moves : ndarray, int32, shape ``(K, 2)``
+            (source, destination): block `destination` is what block `source` was, so the backend copies it before the
+            next step, and before it lets go of the memory behind the new end. A dict of these for a dict.
+
+        Raises
+        ------
+        PlanStateError
+            A step is pending, or a sequence is being loaded. State unchanged.
+        OutOfBlocks
+            More blocks are in use than would be there. State unchanged.
+        ValueError
+            Reserved blocks, the watermark or a checkpoint would not fit; a block that would move has references of
+            `blocks`; no such arena. State unchanged.
+        CapacityExceeded
+            Slots would pass what int32 holds, while plans may have such. State unchanged.
+        TypeError, MemoryError
+            State unchanged.
+
+        Notes
+        -----
+        A larger arena gets blank blocks, taken after those that it has. A smaller one evicts what leaves first, until
+        the rest fits; then what lies behind the new end moves into the blank blocks that would be taken next. Tables,
+        the prefix cache, pins and checkpoints follow, and each row that changed is dirty in its next step.
+        `max_blocks_per_seq` stays. O(blocks + table entries); the blocks that leave the arena are not cleared.
+
+        Examples
+        --------
+        >>> from kvpool import Pool
+        >>> pool = Pool(num_blocks=8, block_size=4)
+        >>> first, second = pool.open(12), pool.open(8)
+        >>> pool.close(first)
+        >>> pool.resize(4).tolist(), pool.table(second).tolist()
+        ([[4, 1], [5, 2]], [1, 2])
+        """
+        cdef int32_t[MAX_ARENAS] sizes, room, counts
+        cdef int32_t* moves[MAX_ARENAS]
+        cdef Verdict v
+        cdef int32_t k
+        cdef int64_t number
+        cdef int status = RETRY
+        cdef dict wanted = {}, found = {}
+        for key, value in list((num_blocks if isinstance(num_blocks, dict) else {arena: num_blocks}).items()):
+            number = to_int(key, "resize", "arena", 0, self.state.num_arenas - 1)
+            wanted[number] = to_int(value, "resize", "num_blocks", 1, (<int64_t>1 << 31) - 1)
+        memset(room, 0, sizeof(room))
+        while status == RETRY:
+            options = self.options
+            now = arena_sizes(options.groups, options.num_blocks)
+            target = [wanted.get(k, now[k][0]) for k in range(len(now))]
+            changed = options_of_size(options, target)
+            found = {k: empty((room[k], 2), INT32) for k in wanted}
+            for k in range(len(now)):
+                sizes[k] = target[k]
+                moves[k] = <int32_t*>array_data(found[k]) if k in found else NULL
+            pool_enter(&self.state, "resize")
+            if self.options is options:         # else another thread was faster
+                status = pool_resize(&self.state, sizes, moves, room, counts, &v)
+            if status == OK:
+                options, self.options = self.options, changed
+            for k in range(self.state.num_arenas):
+                room[k] = blocks_behind(self.state.groups.arena[k], sizes[k])
+            pool_leave(&self.state)
+        if status != OK:
+            refuse("resize", &v)
+        for number in found:
+            found[number] = shortened(found[number], counts[number])
+        return found if isinstance(num_blocks, dict) else found[number]
 
     def reset(self):
         """Close everything: sequences, raw references, pending plans, cached blocks. No KV data is touched.

@@ -31,8 +31,8 @@ cdef void tree_free(Tree* t) noexcept nogil:
     xfree(t)
 
 
-cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* bundle_of) noexcept nogil:
-    """What follows from the groups; `bundle_of`: blocks of a checkpoint in each state group."""
+cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* sizes, const int32_t* bundle_of) noexcept nogil:
+    """What follows from the groups and the sizes of arenas; `bundle_of`: blocks of a checkpoint in each state group."""
     cdef const LayerGroup* g
     cdef double kv = 0
     cdef int64_t tails = 0
@@ -68,13 +68,22 @@ cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* bundle_of) noexce
         t.spacing = 1
         while t.spacing < gs.seq_tokens and t.spacing * kv < 3.0 * (t.bundle_size + tails) * gs.block_size:
             t.spacing *= 2
-    t.room = nodes_for(t, gs)
-    t.checkpoint_room = t.room // NODES_PER_CHECKPOINT + 1 if t.needs_checkpoints else 1
-    if t.bundle_size:
-        t.checkpoint_room = min(t.checkpoint_room, gs.arena[0].num_blocks // t.bundle_size + 1)
+    t.room = nodes_for(t, gs, sizes)
+    t.checkpoint_room = checkpoints_for(t, t.room, sizes)
+    t.num_buckets = <uint32_t>buckets_for(t.room)
 
 
-cdef int32_t nodes_for(const Tree* t, const Groups* gs) noexcept nogil:
+cdef int64_t buckets_for(int64_t room) noexcept nogil:
+    return room + room // 2
+
+
+cdef int32_t checkpoints_for(const Tree* t, int64_t room, const int32_t* sizes) noexcept nogil:
+    """How many checkpoints there is room for, beside so many nodes."""
+    cdef int64_t most = room // NODES_PER_CHECKPOINT + 1 if t.needs_checkpoints else 1
+    return <int32_t>(min(most, <int64_t>(sizes[0] // t.bundle_size + 1)) if t.bundle_size else most)
+
+
+cdef int32_t nodes_for(const Tree* t, const Groups* gs, const int32_t* sizes) noexcept nogil:
     """How many nodes are enough: as many as the blocks of full groups hold; a million if nothing else holds them."""
     cdef const LayerGroup* g
     cdef int64_t room = 0, most
@@ -84,7 +93,7 @@ cdef int32_t nodes_for(const Tree* t, const Groups* gs) noexcept nogil:
         for k in range(gs.num_groups):
             g = &gs.group[k]
             if g.arena == arena and g.kind == FULL_LAYERS:
-                most = max(most, <int64_t>g.blocks.num_blocks // g.columns * t.span[k])
+                most = max(most, <int64_t>sizes[arena] // g.columns * t.span[k])
         room += most
     if room == 0:
         room = 1 << 20
@@ -92,14 +101,14 @@ cdef int32_t nodes_for(const Tree* t, const Groups* gs) noexcept nogil:
     return <int32_t>min(room, <int64_t>1 << 30)
 
 
-cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* bundle_of) noexcept nogil:
+cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* sizes,
+                   const int32_t* bundle_of) noexcept nogil:
     """An empty tree. After NO_MEMORY the caller must `tree_free`."""
     cdef bint has_columns
     cdef int32_t j, k, n
     t.index = index
-    tree_sizes(t, gs, bundle_of)
+    tree_sizes(t, gs, sizes, bundle_of)
     ring_init(&index.ring, index.ring.limit, t.grain)
-    t.num_buckets = t.room + t.room // 2
     n = <int32_t>min(<int64_t>t.room, gs.seq_tokens // gs.block_size)
     t.node = <Node*>xcalloc(t.room, sizeof(Node))
     t.more = <NodeMore*>xcalloc(t.room, sizeof(NodeMore)) if t.needs_checkpoints else NULL

@@ -74,6 +74,12 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
     WINDOW_IS_GONE: (ValueError, "lens[{row}] is {value}, but group {other} let go of what a query there reads; "
                                  "the least length that is left is {low}"),
     STATE_IS_GONE: (ValueError, "lens[{row}] is {value}, but the state of group {other} is that of {high} tokens"),
+    TOO_FEW_BLOCKS: (ValueError, "arena {other} would have {value} blocks, the least is {low}: reserved ones, the "
+                                 "watermark and a checkpoint have to fit"),
+    TOO_MANY_SLOTS: (CapacityExceeded, "arena {other} would have {value} blocks of {low} tokens, a plan that has int32 "
+                                       "slots can name {high}; make a pool of the largest size, and shrink it"),
+    RAW_ABOVE: (ValueError, "block {value} has {other} references of callers, which nobody can tell where it goes; "
+                            "release it first, or keep more than {value} blocks"),
     STEP_PENDING: (PlanStateError, "step {value} is pending, what is released waits for it; call done first"),
 }
 
@@ -85,6 +91,8 @@ cdef object out_of_blocks(str call, const Verdict* v):
     elif v.value >= 0:
         text = (f"{v.needed} blocks for {v.value} tokens of which {v.other} are cached, {v.short_by} short with a "
                 f"watermark of {v.low}")
+    elif call == "resize":
+        text = f"{v.needed} blocks are in use, {v.short_by} more than would be there"
     else:
         text = f"{v.needed} blocks asked for, {v.short_by} short"
     if v.arena:

@@ -7,6 +7,8 @@ cdef struct State:
     Blocks blocks
     Seqs seqs
     Groups* groups              # layer groups
+    int32_t[MAX_ARENAS] sizes   # blocks of each arena, num_arenas valid: here, for who has not taken the pool
+    int32_t num_arenas
     Index index
     int64_t* deferred           # [deferred_room] handles whose owners were finalized, num_deferred valid
     int64_t num_deferred

@@ -66,6 +66,9 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     NO_FULL_GROUP
     NOT_ALLOCATED
     NO_SUCH_GROUP
+    TOO_FEW_BLOCKS
+    TOO_MANY_SLOTS
+    RAW_ABOVE                   # a block that would have to move, and that a caller refers to
     WINDOW_IS_GONE
     STATE_IS_GONE
 
@@ -112,6 +115,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_MARK_CACHED
     OP_UNCACHE
     OP_LOADED
+    OP_RESIZE
     OPTION = 1 << 8             # beside OP_RELEASE: `oldest`, OP_TOUCH: `blank`, OP_UNCACHE: `keep_place`
 
 

@@ -1,22 +1,31 @@
-"""What kvpool's blocks cost inside vLLM, beside vLLM's own: `python speed.py`, ratios of CPU time (stock / kvpool).
+"""What kvpool costs inside vLLM: `python speed.py`.
 
-Calls of the pool on vLLM's block objects, then the scheduler's own work (`schedule` and `update_from_output`) of an
-engine that decodes. Both sides take turns in one process; the median of 15 rounds counts.
+Ratios of CPU time, vLLM's own blocks / kvpool's: calls of the pool on vLLM's block objects, then the scheduler's own
+work (`schedule` and `update_from_output`) of an engine that decodes. Then the connector: saves and loads beside `cat`
+of the same files, by the clock, and steps while saves are written in the background. The sides take turns in one
+process; the median of 15 rounds counts.
 """
 
+import os
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import engine
+import numpy as np
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
 
 from kvpool.adapters.vllm.blocks import KVPoolBlocks
+from kvpool.store import BlockLayout, DiskStore, Layout
 
 ROUNDS = 15
+LAYOUT = Layout((BlockLayout(32, 1 << 20, "16 layers"),), "none")  # of a model whose blocks have 1 MiB
+NAMES = LAYOUT.blocks(np.random.default_rng(1).integers(0, 50_000, 192 * 32))[0]
 
 
 def ratio(sides):
@@ -25,14 +34,15 @@ def ratio(sides):
     return statistics.median(stock / ours for stock, ours in found)
 
 
-def spent_in(which, pool, n, repeated):
-    """Seconds of so many calls of get (0) or free (1)."""
+def spent_in(which, pool, n):
+    """Seconds of calls of get (0) or free (1), of n blocks each. The clock is read around many, since it costs, too."""
     got = freed = 0.0
-    for _ in range(repeated):
+    for _ in range(4):
         begin = time.thread_time()
-        blocks = pool.get_new_blocks(n)
+        held = [pool.get_new_blocks(n) for _ in range(4000 // n)]
         between = time.thread_time()
-        pool.free_blocks(blocks)
+        for blocks in held:
+            pool.free_blocks(blocks)
         got, freed = got + between - begin, freed + time.thread_time() - between
     return (got, freed)[which]
 
@@ -48,9 +58,9 @@ def calls():
     """{call: ratio} of pools whose blocks have no hashes, as for prompts without a common beginning."""
     pools = [kind(num_gpu_blocks=4096, enable_caching=True, hash_block_size=16) for kind in (BlockPool, KVPoolBlocks)]
     told = {}
-    for n, repeated in ((1, 2000), (100, 100), (1000, 10)):
+    for n in (1, 100, 1000):
         for which, name in enumerate(("get", "free")):
-            told[f"{name} {n}"] = ratio([partial(spent_in, which, pool, n, repeated) for pool in pools])
+            told[f"{name} {n}"] = ratio([partial(spent_in, which, pool, n) for pool in pools])
     return told | {"touch 256 held": ratio([partial(touch, pool, pool.get_new_blocks(256)) for pool in pools])}
 
 
@@ -85,6 +95,77 @@ def decoding(folder, kind, rows):
     return steps
 
 
+def seconds(call):
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def to_disk(files):
+    """Write files out and take them out of the page cache."""
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def beside_cat(folder):
+    """Seconds of `cat` / the connector's, for saves of 16 blocks a step and for a load of all, from and to the disk."""
+    one = engine.engine("full", folder / "model", folder / "small", num_gpu_blocks_override=200)
+    connector = engine.scheduler_of(one).connector
+    connector.caches = [np.zeros((len(NAMES), 32, 1024), np.int16) for _ in range(16)]
+    connector.layout = LAYOUT
+    ids, spent = list(range(len(NAMES))), {"save": [], "load": []}
+    for number in range(ROUNDS):
+        path, copy = folder / f"store{number}", folder / "copy"
+        connector.store = DiskStore(path, LAYOUT, 1 << 40)
+
+        def save(store=connector.store, path=path):
+            for first in range(0, len(ids), 16):
+                connector.save(ids[first : first + 16], NAMES[first : first + 16])
+            assert store.drain()
+            to_disk(path.glob("*.kvpool*"))
+
+        def cat(path=path, copy=copy):
+            subprocess.run(f"cat {path}/*.kvpool* > {copy}", shell=True, check=True)
+            to_disk([copy])
+
+        saved, copied = seconds(save), seconds(cat)
+        spent["save"].append(copied / saved)
+        read = partial(subprocess.run, f"cat {copy} > /dev/null", shell=True, check=True)
+        sides = {"cat": read, "load": lambda: connector.load(ids, NAMES)}
+        took = {side: seconds(sides[side]) for side in sorted(sides, reverse=number % 2 == 1)}
+        spent["load"].append(took["cat"] / took["load"])
+        assert connector.store.stats()["disk"].hits == len(ids)
+        connector.store.close()
+        shutil.rmtree(path)
+    return {name: statistics.median(found) for name, found in spent.items()}
+
+
+def beside_saves(folder):
+    """Seconds of 10 decode steps of 16 rows while 128 MiB are written in the background / without: clock and CPU."""
+    one = engine.engine("full", folder / "model", num_gpu_blocks_override=900)
+    params = engine.SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
+    for row in range(16):
+        one.add_request(str(row), {"prompt_token_ids": [4 + (row * 7 + k) % 500 for k in range(40)]}, params)
+    rows, found = np.zeros((128, 1 << 20), np.uint8), []
+    for number in range(ROUNDS):
+        store, took = DiskStore(folder / f"store{number}", LAYOUT, 1 << 40), []
+        for busy in (True, False):
+            if busy:
+                store.store(NAMES[:128], rows)
+            begin, cpu = time.perf_counter(), time.thread_time()
+            for _ in range(10):
+                one.step()
+            took.append((time.perf_counter() - begin, time.thread_time() - cpu))
+            assert store.drain() and store.stats()["disk"].blocks == 128
+        store.close()
+        shutil.rmtree(folder / f"store{number}")
+        found.append([busy / idle for busy, idle in zip(*took, strict=True)])
+    return dict(zip(("clock", "CPU"), map(statistics.median, zip(*found, strict=True)), strict=True))
+
+
 def main():
     for name, found in calls().items():
         print(f"{name:20} {found:6.2f}", flush=True)
@@ -94,6 +175,9 @@ def main():
             folders = zip((one, other), (BlockPool, KVPoolBlocks), strict=True)
             kept.append([decoding(Path(folder), kind, rows) for folder, kind in folders])
         print(f"scheduler, {rows:3} rows  {ratio(kept[-1]):6.3f}", flush=True)
+    for measured in (beside_cat, beside_saves):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            print(measured.__name__, measured(Path(folder)), flush=True)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_index_of_a_reader_is_what_the_pool_holds(window, groups):
     pool = Pool(40, BLOCK, prefix_cache=True, in_order=True, events=1 << 16, groups=groups, seed=1)
     plan = Plan(pool, max_rows=1, max_tokens=64, table_width=32)
     prompts = [[rng.randrange(9) for _ in range(24)] for _ in range(3)]
-    while events < 100_000:
+    while events < 1_000_000:
         tail = [rng.randrange(2) for _ in range(rng.choice([1, 1, rng.randrange(1, 20)]))]
         tokens = np.array(rng.choice(prompts)[: rng.choice([8, 16, 24])] + tail, np.int32)
         namespace = rng.choice([b"", b"", b"tenant"])

@@ -136,18 +136,9 @@ def test_load_that_does_not_return_holds_no_other_request_and_a_dead_store_none(
     assert ended(one, "again")[0] == [tokens]
 
 
-def test_blocks_of_a_window_that_are_lost_leave_other_requests_alone(told):
-    one, store = told("window", promises=False)
-    store.let.set()
-    add(one, "alone", LONG, 40)
-    (alone,), _ = ended(one, "alone")
-    one.reset_prefix_cache()
-    add(one, "beside", LONG, 40)  # its window has passed the first blocks
-    for _ in range(20):
-        one.step()
-    store.promises = True
-    add(one, "lost", LONG[::-1], 8)
-    assert ended(one, "beside", "lost")[0][0] == alone
+def test_window_is_refused_at_the_start_as_its_lost_blocks_cannot_be_computed(tmp_path):
+    with pytest.raises(Exception, match="the cache has SlidingWindowSpec, the connector serves one group of full"):
+        engine.engine("window", tmp_path / "model", tmp_path / "store", **SMALL)
 
 
 def test_changed_weights_find_nothing_that_was_saved_before(tmp_path):
@@ -176,7 +167,7 @@ def test_engine_made_after_another_has_a_store_that_is_open(watched, tmp_path):
 def test_store_of_another_model_is_refused_at_the_start(tmp_path):
     run("--store", str(tmp_path / "store"), CASE)
     with pytest.raises(AssertionError, match="layout"):
-        run("--store", str(tmp_path / "store"), "window")
+        run("--store", str(tmp_path / "store"), "hybrid")
 
 
 def test_another_config_or_quantization_of_the_same_weights_is_another_model(tmp_path):

@@ -9,10 +9,11 @@ store in a thread which blocks of the prompt are there, and sends with every ste
 save. The worker's loads in a thread too, and a save copies the blocks into the store's queue, which never waits. So a
 slow store costs hits and no step; a load that does not return holds its request, and those that wait behind it.
 
-A block that the store has lost is computed: the connector sets vLLM's `kv_load_failure_policy` to "recompute". A
-request asks once, so a store that promises what it cannot load is not asked again. Requests with images, embeddings or
-an adapter are neither loaded nor saved, because their tokens do not say what their blocks hold. After vLLM's
-`reset_prefix_cache(reset_connector=True)`, for new weights, what was saved before is not found any more.
+It serves full attention. A block that the store has lost is computed: the connector sets vLLM's
+`kv_load_failure_policy` to "recompute". A request asks once, so a store that promises what it cannot load is not asked
+again. Requests with images, embeddings or an adapter are neither loaded nor saved, because their tokens do not say what
+their blocks hold. After vLLM's `reset_prefix_cache(reset_connector=True)`, for new weights, what was saved before is
+not found any more.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ import numpy as np
 import torch
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
 
 log = logging.getLogger("vllm.kvpool")
 PATIENCE = 1.0  # seconds that a request waits to hear what the store has
 PIECE = 64  # blocks that a load reads at a time
+NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SAMPLE = 1 << 16  # bytes of a file of weights that its fingerprint reads at each of 16 places
 OPTIONS = {"path", "max_nbytes", "write_nbytes_per_day", "reserve_nbytes", "weights"}
 stores: dict[str, tuple[Layout, BlockStore]] = {}  # of this process: scheduler and worker may share one
@@ -103,14 +106,15 @@ def fingerprint(model_config: Any) -> str:
 def layout_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> Layout:
     """One record holds one block of all layers."""
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    specs = [group.kv_cache_spec for group in groups]
     if parallel.world_size != 1:
         raise ValueError(f"[KVPoolConnector] the engine has {parallel.world_size} ranks, the connector serves one")
-    if len(groups) != 1:
-        raise ValueError(
-            f"[KVPoolConnector] the cache has {len(groups)} groups, the connector serves one: set "
-            f"--disable-hybrid-kv-cache-manager"
+    if len(specs) != 1 or type(specs[0]) not in (FullAttentionSpec, MLAAttentionSpec):  # vLLM cannot make up for
+        raise ValueError(  # blocks that a window has lost: those before them are not there to be computed from
+            f"[KVPoolConnector] the cache has {', '.join(type(spec).__name__ for spec in specs)}, the connector serves "
+            f"one group of full attention: --disable-hybrid-kv-cache-manager makes that of windows beside full layers"
         )
-    spec, names = groups[0].kv_cache_spec, groups[0].layer_names
+    spec, names = specs[0], groups[0].layer_names
     content = f"vLLM {vllm_version} on {vllm_config.device_config.device_type}, {len(names)} layers of {spec}"
     return Layout(
         (BlockLayout(spec.block_size, spec.page_size_bytes * len(names), content),),
@@ -150,7 +154,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         self.followed: dict[str, Followed] = {}
         self.epoch = ""  # of the weights: a part of each namespace
         self.step = Step()
-        self.caches: list[torch.Tensor] = []  # of each layer, [blocks, ..]
+        self.caches: list[Any] = []  # of each layer, [blocks, ..], integers; NumPy's if they are in host memory
         self.loading: dict[str, Future[set[int]]] = {}
         self.lost: set[int] = set()
 
@@ -197,8 +201,6 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         assert followed.found is not None
         end = followed.found.result()
         first = end - num_external_tokens // self.size
-        while not followed.table[first]:  # a window does not read it: the null block of all requests
-            first += 1
         self.step.loads.append((request.request_id, followed.table[first:end], followed.prompt[first:end]))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
@@ -235,9 +237,11 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         blocks = self._kv_cache_config.num_blocks
-        layers = [kv_caches[name] for name in self._kv_cache_config.kv_cache_groups[0].layer_names]
-        self.caches = [layer.movedim(list(layer.shape).index(blocks), 0) for layer in layers]
-        nbytes = sum(layer[0].numel() * layer.element_size() for layer in self.caches)
+        for name in self._kv_cache_config.kv_cache_groups[0].layer_names:
+            layer = kv_caches[name].movedim(list(kv_caches[name].shape).index(blocks), 0)
+            layer = layer.view(NUMBERS[layer.element_size()])  # which NumPy has, unlike bfloat16
+            self.caches.append(layer if layer.is_cuda else layer.numpy())
+        nbytes = sum(layer[0].nbytes for layer in self.caches)
         if nbytes != self.layout.groups[0].nbytes:
             raise ValueError(f"[KVPoolConnector] a block has {nbytes} bytes, its spec {self.layout.groups[0].nbytes}")
 
@@ -256,23 +260,30 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def load_some(self, ids: list[int], blocks: Blocks) -> int:
         rows = np.empty((len(ids), self.layout.groups[0].nbytes), np.uint8)
-        good, at = leading(self.store.load(blocks, rows)), 0
-        for layer in self.caches:
-            width = layer[0].numel() * layer.element_size()
-            part = torch.from_numpy(np.ascontiguousarray(rows[:good, at : at + width]))
-            layer[ids[:good]] = part.view(layer.dtype).view(good, *layer.shape[1:]).to(layer.device)
-            at += width
-        if self.caches[0].is_cuda:  # vLLM reads on a stream of its own
+        good = leading(self.store.load(blocks, rows))
+        for layer, part in self.parts(rows[:good]):
+            layer[ids[:good]] = torch.from_numpy(part).to(layer.device) if torch.is_tensor(layer) else part
+        if torch.is_tensor(self.caches[0]):  # vLLM reads on a stream of its own
             torch.cuda.current_stream(self.caches[0].device).synchronize()
         return good
+
+    def parts(self, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
+        """Each layer, and its part of rows that hold a block of all layers each, in the shape of the layer's blocks."""
+        at = 0
+        for layer in self.caches:
+            part = rows[:, at : at + layer[0].nbytes].view(f"i{layer.itemsize}")
+            yield layer, part.reshape(len(rows), *layer.shape[1:])
+            at += layer[0].nbytes
 
     def wait_for_save(self) -> None:
         for ids, blocks in self._get_connector_metadata().saves:
             self.guarded(self.save, None, ids, blocks)
 
     def save(self, ids: list[int], blocks: Blocks) -> None:
-        parts = [layer[ids].cpu().contiguous().view(len(ids), -1).view(torch.uint8) for layer in self.caches]
-        self.store.store(blocks, torch.cat(parts, 1).numpy())
+        rows = np.empty((len(ids), self.layout.groups[0].nbytes), np.uint8)
+        for layer, part in self.parts(rows):
+            part[:] = layer[ids].cpu().numpy() if torch.is_tensor(layer) else layer[ids]
+        self.store.store(blocks, rows)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
         done = {name for name, future in self.loading.items() if future.done()}
