@@ -152,15 +152,3 @@ def test_engines_on_one_pool_take_turns_between_steps(model):
             done[turn] += pair[turn].step()
     assert [(one.id, one.tokens.tolist()) for (one,) in done] == [(id, alone) for id in ids]
     assert pool.stats().pending == 0
-
-
-# ---- faults
-
-
-def test_planted_fault_of_running_ahead_is_detected(model, monkeypatch):
-    """Penalties are not waited for."""
-    with lazy(model, max_running=5, plans=1) as engine:
-        expected = answers(engine, requests([LOOKS_BACK]))
-    monkeypatch.setattr(module, "_looks_back", lambda request: False)
-    with lazy(model, max_running=5) as engine:
-        assert answers(engine, requests([LOOKS_BACK])) != expected
