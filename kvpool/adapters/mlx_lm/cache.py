@@ -183,11 +183,6 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------ one forward
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether the layers attend straight over the pool now."""
-        return self.passes.is_fused
-
     def forward(self, num_rows: int, num_columns: int) -> tuple[Forward, Rows]:
         """Step the pool by the real tokens of an input ``[num_rows, num_columns]``. All or nothing."""
         if num_rows != len(self.handles):
@@ -500,7 +495,6 @@ class Batch:
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two >= n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -585,9 +579,9 @@ class PagedKVCache:
             On the fused route. Of latents, None for one column; chunks gather.
         """
         batch, window = self._batch, self._batch.passes.windows[self._layer]
-        if batch.is_fused and not batch.passes.layout.has_latents:
+        if batch.passes.is_fused and not batch.passes.layout.has_latents:
             return paged_mask(window_size, window)
-        if batch.is_fused and N == 1:
+        if batch.passes.is_fused and N == 1:
             return None  # the model adds the scores of rotary parts
         rows = self._seen()
         held = rows.held
@@ -639,7 +633,7 @@ class PagedKVCache:
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
         forward, passes = self._forward, self._batch.passes
-        if forward.is_fused and self._batch.is_fused:
+        if forward.is_fused and self._batch.passes.is_fused:
             if not passes.layout.has_latents:
                 context = PagedContext(forward, self._layer, passes.windows[self._layer])
                 return context, context

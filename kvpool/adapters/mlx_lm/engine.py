@@ -229,7 +229,11 @@ class Engine:
         how |= {"store": store, "kv_bits": kv_bits, "events": MOST_EVENTS if on_events is not None else 0}
         how |= {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
-        self.tokenizer = _with_detokenizer(tokenizer)
+        if tokenizer is not None and not hasattr(tokenizer, "detokenizer"):
+            from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+            tokenizer = TokenizerWrapper(tokenizer)
+        self.tokenizer = tokenizer
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
@@ -851,15 +855,6 @@ def _inputs(step: Step, before: _Flight) -> mx.array:
         return before.tokens
     at = mx.array(follows)
     return mx.where(at < 0, mx.array(step.tokens), before.tokens[at])
-
-
-def _with_detokenizer(tokenizer: Any) -> Any:
-    """Return the tokenizer in mlx-lm's wrapper."""
-    if tokenizer is None or hasattr(tokenizer, "detokenizer"):
-        return tokenizer
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    return TokenizerWrapper(tokenizer)
 
 
 class RaggedForward:
