@@ -112,11 +112,12 @@ class StepArrays:
         """
         arrays, own = plan.groups[group], plan.pool.options.groups[group]
         block_size = own.block_size or plan.pool.block_size
-        tables, starts = arrays.block_tables[:, :, column], arrays.kv_starts
-        kept = np.minimum(-(-own.keep // block_size) * block_size, starts)
-        lens = np.asarray(arrays.kv_lens) - starts + kept
-        width = -(-int(lens.max(initial=0)) // block_size)
+        tables, starts, lens = arrays.block_tables[:, :, column], arrays.kv_starts, arrays.kv_lens
         latest = int(starts.max(initial=0))
+        if latest:
+            kept = np.minimum(-(-own.keep // block_size) * block_size, starts)
+            lens = lens - starts + kept
+        width = -(-int(lens.max(initial=0)) // block_size)
         if latest == 0 or (len(starts) == 1 and not own.keep):
             tables = tables[:, latest // block_size :][:, :width]
         else:

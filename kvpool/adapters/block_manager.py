@@ -314,7 +314,19 @@ class KVBlockManager:
                 f"the number of rows in the tables ({len(block_tables)}), got {list(q.shape)}"
             )
         batch, num_heads, num_new, head_dim = q.shape
-        self._refuse_other_attention(num_heads, num_new, kv_head_mapping, rope_freqs, causal, attn_mask)
+        if rope_freqs is not None:
+            raise ValueError(
+                "[paged_attention] rope_freqs must be None: positions are the model's, "
+                "which rotates k before it is written and q before it comes here"
+            )
+        if attn_mask is not None or (not causal and num_new > 1):
+            raise ValueError("[paged_attention] only the causal mask is known: attn_mask None, causal True")
+        groups = np.arange(num_heads) // max(1, num_heads // self.spec.num_kv_heads)
+        if kv_head_mapping is not None and not np.array_equal(np.asarray(kv_head_mapping), groups):
+            raise ValueError(
+                f"[paged_attention] kv_head_mapping must be contiguous groups, {groups.tolist()}, "
+                f"got {np.asarray(kv_head_mapping).tolist()}"
+            )
         plan = StepArrays(
             block_tables=np.asarray(block_tables),
             seq_lens=np.asarray(context_lens),
@@ -326,30 +338,6 @@ class KVBlockManager:
         arrays = result if return_attn else (result,)
         shaped = tuple(x.reshape(batch, num_new, num_heads, -1).swapaxes(1, 2) for x in arrays)
         return shaped if return_attn else shaped[0]
-
-    def _refuse_other_attention(
-        self,
-        num_heads: int,
-        num_new: int,
-        kv_head_mapping: Any,
-        rope_freqs: Any,
-        causal: bool,
-        attn_mask: Any,
-    ) -> None:
-        if rope_freqs is not None:
-            raise ValueError(
-                "[paged_attention] rope_freqs must be None: positions are the model's, "
-                "which rotates k before it is written and q before it comes here"
-            )
-        if attn_mask is not None or (not causal and num_new > 1):
-            raise ValueError("[paged_attention] only the causal mask is known: attn_mask None, causal True")
-        if kv_head_mapping is not None:
-            groups = np.arange(num_heads) // max(1, num_heads // self.spec.num_kv_heads)
-            if not np.array_equal(np.asarray(kv_head_mapping), groups):
-                raise ValueError(
-                    f"[paged_attention] kv_head_mapping must be contiguous groups, {groups.tolist()}, "
-                    f"got {np.asarray(kv_head_mapping).tolist()}"
-                )
 
     @property
     def k(self) -> np.ndarray:

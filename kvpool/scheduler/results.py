@@ -39,7 +39,7 @@ def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
     tokens = _tokens("tokens", tokens, (m,))
     if logprobs is not None:
         logprobs = _numbers("logprobs", logprobs, (m,))
-    rows = int(np.count_nonzero(step.beam_width))
+    rows = len(step.beam_width.nonzero()[0])
     if beams is None:
         if rows:
             raise ValueError(f"[update] {rows} rows of the step are of beams, beams is missing")

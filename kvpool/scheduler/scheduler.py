@@ -411,7 +411,8 @@ class Scheduler:
         batch, chunks = self._decide()
         if batch is None and not chunks:  # a beam may have been admitted that only has to decode
             batch, chunks = self._decide()
-        batch, chunks = self._keep_promises(batch, chunks)
+        if chunks:
+            batch, chunks = self._keep_promises(batch, chunks)
         if batch is None and not chunks:
             self._explain_idle()
         new = None

@@ -456,7 +456,7 @@ class Core:
 
     def has_room(self, batch: DecodeBatch, new: NDArray[int64] | int = 1) -> bool:
         """Return whether the `new` next tokens of decodes find their blocks, without those promised to others."""
-        promised = self.promised()
+        promised = self.promised() if self.count[PREFILLING] or self.newest < self.next_admission else ()
         if not any(promised) or not len(batch.lanes):
             return self.pool.can(batch.handles, new)
         return self.needs.short(self.growth(batch.lanes, new), self.needs.free(), promised) < 0

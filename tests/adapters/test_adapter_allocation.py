@@ -84,12 +84,3 @@ def verdict(make):
 @pytest.mark.parametrize("make", [blocks_of, ranks_of])
 def test_step_of_an_adapter_takes_little_and_keeps_nothing(make):
     assert verdict(make) is None
-
-
-def leaking(num_blocks):
-    kept = []
-    return lambda: kept.append(bytes(64))
-
-
-def test_measure_detects_a_step_that_leaks():
-    assert verdict(leaking)

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvpool import Pool
+from kvpool import Group, Pool
 from kvpool.errors import DoubleFree, OutOfBlocks, PlanStateError, PoolClosed
 
 
@@ -20,20 +20,6 @@ def cached(pool, ids):
     pool.blocks.mark_cached(ids)
     pool.blocks.release([block for block in range(1, max(ids) + 1) if block not in ids])
     pool.blocks.release(ids)
-
-
-def test_take_gives_blank_blocks_then_evicts_and_says_how_many(make_pool, refused):
-    pool = make_pool(7)
-    cached(pool, [3, 1])
-    assert order(pool) == [2, 4, 5, 6, 3, 1]
-    assert pool.blocks.take(2) == ([2, 4], 0)
-    assert pool.blocks.take(3) == ([5, 6, 3], 1)
-    assert pool.blocks.take(0) == ([], 0)
-    assert pool.blocks.drain_evicted().tolist() == []  # who takes by name was told
-    assert pool.stats().evictions == 1
-    with refused(pool, OutOfBlocks, "take") as caught:
-        pool.blocks.take(2)
-    assert (caught.value.needed, caught.value.short_by) == (2, 1)
 
 
 def test_decode_rows_get_the_blocks_that_take_would_give(make_pool, make_plan):
@@ -56,31 +42,17 @@ def test_release_oldest_sends_cached_blocks_to_the_old_end(make_pool):
     assert order(pool) == [6, 7, 2, 1, 5, 4]
 
 
-def test_uncache_of_held_blocks_makes_them_blank_when_released(make_pool):
-    pool = make_pool(6)
-    pool.blocks.take(4)
-    pool.blocks.mark_cached([1, 2, 3])
-    pool.blocks.uncache([2, 4])
-    pool.blocks.release([1, 2, 3])
-    assert order(pool) == [2, 5, 1, 3]
-    pool.blocks.mark_cached([4])  # held, and never written again from here on
-    pool.blocks.release(4)
-    assert order(pool) == [2, 5, 1, 3, 4]
-
-
-def test_uncache_in_place_keeps_the_order_and_is_no_eviction_later(make_pool):
-    pool = make_pool(7)
-    cached(pool, [1, 2, 3, 4])
-    pool.blocks.uncache([3, 1, 5], keep_place=True)  # 5 is blank
-    assert order(pool) == [5, 6, 1, 2, 3, 4] and pool.stats().evictions == 2
-    pool.blocks.uncache([1])  # it holds nothing as it is
-    assert order(pool) == [5, 6, 1, 2, 3, 4] and pool.stats().evictions == 2
-    pool.check()
-    assert pool.blocks.take(5) == ([5, 6, 1, 2, 3], 1)  # of the last three only 2 held something
-    assert pool.stats().evictions == 3
-    pool.blocks.mark_cached([1, 3])
-    pool.blocks.release([1, 3])
-    assert order(pool) == [4, 1, 3]
+def test_mark_of_an_evicted_block_is_refused_until_its_eviction_was_drained(make_pool, refused):
+    pool = make_pool(3)
+    cached(pool, [1, 2])
+    pool.blocks.alloc(1)
+    with refused(pool, ValueError, "mark_cached"):
+        pool.blocks.mark_cached([1])
+    pool.blocks.drain_evicted()
+    pool.blocks.mark_cached([1])
+    indexed = make_pool(7, prefix_cache=True)
+    with refused(indexed, ValueError, "is_cached"):
+        indexed.blocks.is_cached([1])
 
 
 def test_block_uncached_in_place_is_given_to_a_sequence_and_not_told_again(make_pool, grow):
@@ -148,56 +120,10 @@ def test_touch_of_blank_blocks_takes_none_that_a_pending_step_may_write(make_poo
     pool.blocks.touch([4, 1], blank=True)
 
 
-def test_is_cached_says_what_mark_cached_named_until_its_content_is_gone(make_pool, refused):
-    pool = make_pool(7)
-    pool.blocks.take(4)
-    pool.blocks.mark_cached([1, 2, 4])
-    pool.blocks.release([1, 2, 3])
-    pool.blocks.uncache(2, keep_place=True)
-    found = pool.blocks.is_cached([4, 0, 1, 2, 3, 5, 1])
-    assert found.dtype == bool and found.tolist() == [True, False, True, False, False, False, True]
-    assert pool.blocks.is_cached(np.array([1, 3], np.int32)).tolist() == [True, False]
-    pool.blocks.take(5)
-    assert not pool.blocks.is_cached([1]).any()
-    indexed = make_pool(7, prefix_cache=True)
-    with refused(indexed, ValueError, "is_cached"):
-        indexed.blocks.is_cached([1])
-
-
-def test_references_are_those_of_now_and_refuse_what_is_no_block(make_pool, refused):
-    pool = make_pool(6, reserved_blocks=2)
-    references = pool.blocks.references
-    pool.blocks.take(2)
-    pool.blocks.touch([2])
-    handle = pool.open(4)
-    assert [references[block] for block in range(6)] == [0, 0, 2, 1, 1, 0]
-    assert references[np.int32(2)] == 2
-    pool.defer_close(handle)
-    assert references[4] == 0
-    for stranger in (-1, 6, 1 << 40, 1 << 70):
-        with refused(pool, IndexError, "references"):
-            references[stranger]
-    for nothing in (1.5, None, "1", True, [1]):
-        with refused(pool, TypeError, "references"):
-            references[nothing]
-    pool.shutdown()
-    with pytest.raises(PoolClosed, match=r"^\[references\]"):
-        references[2]
-
-
-def test_references_belong_to_an_arena(make_pool):
-    from kvpool import Group
-
-    pool = make_pool(6, groups=[Group.full(), Group.full(arena=1, num_blocks=9)])
-    pool.blocks.arena(1).alloc(7)
-    assert pool.blocks.references[1] == 0 and pool.blocks.arena(1).references[7] == 1
-    assert type(pool.blocks.arena(1).references[8]) is int
-
-
 #: Prints the CPU seconds of 2,000 readings of `Pool.blocks.references`, and of an attribute of objects with slots.
 READINGS = """
 import gc, time
-from kvpool import Pool
+from kvpool import Group, Pool
 
 class Block:
     __slots__ = ("refcount",)
@@ -238,79 +164,50 @@ def test_reading_one_reference_costs_what_an_attribute_of_a_block_costs():
     assert min(ratios) <= 1.3, ratios
 
 
-def test_mark_of_a_cached_block_is_refused_until_it_is_uncached_or_its_eviction_was_drained(make_pool, refused):
-    pool = make_pool(3)
-    cached(pool, [1, 2])
-    pool.blocks.touch(1)
-    with refused(pool, ValueError, "mark_cached"):
-        pool.blocks.mark_cached(1)
-    pool.blocks.uncache(1)
-    pool.blocks.mark_cached(1)
-    pool.blocks.alloc(1)  # evicts 2
-    with refused(pool, ValueError, "mark_cached"):
-        pool.blocks.mark_cached([2])
-    pool.blocks.drain_evicted()
-    pool.blocks.mark_cached([2])
+def no_block(call):
+    """What is no block, for a call with ids."""
+    return [
+        *((call, [1, stranger], {}, IndexError) for stranger in (-1, 7, 1 << 40)),
+        *((call, nothing, {}, TypeError) for nothing in (1.5, None, "1", True, [1, 2.0])),
+    ]
 
 
-def test_take_block_takes_it_out_of_the_middle(make_pool, refused):
-    pool = make_pool(7)
-    cached(pool, [1])
-    pool.blocks.take_block(4)
-    assert order(pool) == [2, 3, 5, 6, 1] and pool.blocks.refcount(4) == 1
-    for block in (1, 4, 0):  # cached, in use, reserved
-        with refused(pool, ValueError, "take_block"):
-            pool.blocks.take_block(block)
-    for block in (-1, 7):
-        with refused(pool, IndexError, "take_block"):
-            pool.blocks.take_block(block)
-
-
-def test_reserved_ids_are_passed_over(make_pool):
-    pool = make_pool(7, reserved_blocks=2)
-    pool.blocks.take(3)
-    for call in (pool.blocks.touch, pool.blocks.mark_cached, pool.blocks.uncache, pool.blocks.release):
-        call([0, 2, 1, 3])
-    assert pool.blocks.refcounts([0, 1, 2, 3, 4]).tolist() == [0, 0, 1, 1, 1]
-
-
-OUT_OF_RANGE = [1, 5, 99], [99, 5, 1], [1, 1, -1], [0, 5, 2**40], np.array([5, 1, 6], np.int32)
+#: Of six blocks 1 is cached and in use, 2 and 3 are in use, 4 is blank, 5 is of a sequence, 6 is cached and free.
 REFUSED = [
-    *((call, [1, 2, 1], ValueError) for call in ("touch", "mark_cached", "uncache")),  # stands twice
-    *((call, [1, 4], DoubleFree) for call in ("release", "mark_cached")),  # 4 is blank
-    *(("release", [1, 2, 1], DoubleFree), ("touch", [1, 4], ValueError)),
-    *(("touch", ids, IndexError) for ids in OUT_OF_RANGE),  # before a block in the wrong state
+    *(
+        row
+        for call in ("touch", "mark_cached", "uncache", "release", "refcounts", "is_cached")
+        for row in no_block(call)
+    ),
+    *((call, [1, 2, 1], {}, ValueError) for call in ("touch", "mark_cached", "uncache")),  # stands twice
+    *((call, [2, 4], {}, DoubleFree) for call in ("release", "mark_cached")),
+    *(("release", [1, 2, 1], {}, DoubleFree), ("release", 5, {}, DoubleFree), ("mark_cached", 1, {}, ValueError)),
+    *(("touch", ids, {}, IndexError) for ids in ([4, 99], [99, 4], np.array([4, 1, 7], np.int32))),
+    ("touch", [1, 4], {}, ValueError),
+    *(("take_block", block, {}, ValueError) for block in (0, 1, 2, 6)),
+    *(("take_block", block, {}, IndexError) for block in (-1, 7)),
+    ("take", 2, {}, OutOfBlocks),
+    *(
+        (call, [1], {option: value}, TypeError)
+        for call, option in (("touch", "blank"), ("uncache", "keep_place"), ("release", "oldest"))
+        for value in (1, None, "yes")
+    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "ids", "error"), REFUSED)
-def test_ids_that_do_not_fit_the_call_are_refused(make_pool, refused, call, ids, error):
-    pool = make_pool(6)
-    pool.blocks.take(3)
+@pytest.mark.parametrize(("call", "ids", "options", "error"), REFUSED)
+def test_call_by_name_that_cannot_be_is_refused_and_changes_nothing(make_pool, refused, call, ids, options, error):
+    pool = make_pool(7)
+    pool.blocks.take(4)
+    pool.open(4)
+    pool.blocks.take(1)
+    pool.blocks.mark_cached([1, 6])
+    pool.blocks.release([4, 6])
+    pool.blocks.uncache([4])  # a blank block holds nothing as it is
+    if call == "take":
+        pool.blocks.take(1)
     with refused(pool, error, call):
-        getattr(pool.blocks, call)(ids)
-    pool.blocks.uncache([1, 4])  # a blank block holds nothing as it is
-
-
-@pytest.mark.parametrize("call", ["touch", "mark_cached", "uncache", "release", "refcounts", "is_cached"])
-def test_ids_that_are_no_block_are_refused(make_pool, refused, call):
-    pool = make_pool(5)
-    pool.blocks.take(3)
-    for stranger in (-1, 5, 1 << 40):
-        with refused(pool, IndexError, call):
-            getattr(pool.blocks, call)([1, stranger])
-    for nothing in (1.5, None, "1", True, [1, 2.0]):
-        with refused(pool, TypeError, call):
-            getattr(pool.blocks, call)(nothing)
-
-
-@pytest.mark.parametrize(("call", "option"), [("touch", "blank"), ("uncache", "keep_place"), ("release", "oldest")])
-def test_option_that_is_no_bool_is_refused(make_pool, refused, call, option):
-    pool = make_pool(5)
-    pool.blocks.take(3)
-    for value in (1, None, "yes"):
-        with refused(pool, TypeError, call):
-            getattr(pool.blocks, call)([1], **{option: value})
+        getattr(pool.blocks, call)(ids, **options)
 
 
 def test_refusal_names_the_row_of_the_caller_among_reserved_ids(make_pool, refused):
@@ -319,18 +216,27 @@ def test_refusal_names_the_row_of_the_caller_among_reserved_ids(make_pool, refus
     with refused(pool, ValueError, "touch", 2) as caught:
         pool.blocks.touch([0, 1, 0, 2, 2])
     assert "ids[4]" in str(caught.value)
+    for call in (pool.blocks.touch, pool.blocks.mark_cached, pool.blocks.uncache, pool.blocks.release):
+        call([0, 2, 1])
+    assert pool.blocks.refcounts([0, 1, 2]).tolist() == [0, 1, 1]
 
 
-def test_release_never_takes_the_reference_of_a_sequence(make_pool, grow, refused):
-    pool = make_pool(6)
-    handle = pool.open()
-    grow(pool, handle, 4)
-    block = int(pool.table(handle)[0])
-    with refused(pool, DoubleFree, "release"):
-        pool.blocks.release(block)
-    pool.blocks.touch(block)
-    pool.blocks.release(block)
-    assert pool.blocks.refcount(block) == 1
+def test_references_are_those_of_now_and_refuse_what_is_no_block(make_pool, refused):
+    pool = make_pool(6, reserved_blocks=2, groups=[Group.full(), Group.full(arena=1, num_blocks=9)])
+    references = pool.blocks.references
+    pool.blocks.take(2)
+    pool.blocks.touch([2])
+    handle = pool.open(4)
+    assert [references[block] for block in range(6)] == [0, 0, 2, 1, 1, 0]
+    assert references[np.int32(2)] == 2 and pool.blocks.arena(1).references[2] == 1
+    pool.defer_close(handle)
+    assert references[4] == 0
+    for stranger in (-1, 6, 1 << 40, 1 << 70):
+        with refused(pool, IndexError, "references"):
+            references[stranger]
+    for nothing in (1.5, None, "1", True, [1]):
+        with refused(pool, TypeError, "references"):
+            references[nothing]
 
 
 def test_pending_step_keeps_released_blocks_in_limbo_in_the_order_named(make_pool, make_plan, refused):

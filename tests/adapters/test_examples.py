@@ -28,20 +28,6 @@ def test_block_manager_answers_as_the_model_alone():
     assert run("block_manager.py") == (0, "12 answers, each as the model alone gives it\n")
 
 
-def test_block_manager_that_finds_blocks_of_other_prompts_gives_other_answers(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import block_manager
-
-    def keys_of(self, seq):
-        seq.keys = [str(i).encode() for i in range(len(seq.tokens) // self.block_size)]
-        return seq.keys
-
-    monkeypatch.setattr(block_manager.BlockManager, "keys_of", keys_of)
-    requests = block_manager.workload(num=12, shared=48, own=9, max_tokens=30)
-    engine = block_manager.Engine(block_manager.BlockManager(40, 16), block_manager.Model(40, 16))
-    assert block_manager.serve(engine, requests) != [block_manager.expected(*request) for request in requests]
-
-
 def test_one_step_for_a_batch_is_faster_than_verbs_for_each_sequence():
     """CPU time, least of three interleaved runs; the page says 7."""
     status, said = run("one_step.py", "--requests", "64", "--prompt", "256", "--tokens", "64", "--runs", "3")

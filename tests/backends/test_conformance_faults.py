@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from simple_backend import ZeroTimesWhatIsThere
 
 from kvpool.group_storage import GroupStorage
 from kvpool.protocol import StepArrays
@@ -90,6 +91,7 @@ class CountsTheGap(GroupStorage):
 
 FAULTS = {
     WritesBeforeItCopies: "copies_writes_reads_happen_in_order",
+    ZeroTimesWhatIsThere: "unused_slots_never_matter",
     ReadsThePlanLate: "calls_do_not_depend_on_the_plan_afterwards",
     ZeroesTheWholeRow: "given_rows_are_used_and_nothing_between_them",
     CountsTheGap: "gaps_in_tables_are_not_read",

@@ -72,19 +72,6 @@ def test_engine_says_what_mlx_lms_own_loop_says_under_the_same_policy(name, poli
     check_same_as_install(made(name), policy)
 
 
-def test_engine_that_ignores_evictions_gives_other_tokens(monkeypatch):
-    due, real = told(engine_of(made(), RAW)), RaggedForward._turn
-
-    def at_places(self, plan):
-        turn, pool = real(self, plan), self.kv.pool
-        lost = [pool.num_tokens(handle) - pool.kv_len(handle) for handle in plan.handles.tolist()]
-        turn.before.lens = turn.before.lens - np.repeat(lost, np.diff(plan.cu_q_lens))
-        return turn
-
-    monkeypatch.setattr(RaggedForward, "_turn", at_places)
-    assert told(engine_of(made(), RAW)) != due
-
-
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_crowd_in_a_small_pool_keeps_its_budgets(name, policy):
     """Preemption, samples that fork, one request that is cancelled."""

@@ -165,27 +165,6 @@ def test_grammar_that_names_a_token_is_tried_first(model):
     trial.close()
 
 
-ALLOWED = Engine._allowed
-
-
-def lost_at_preemption(self, step, requests):
-    preemptions = self.scheduler.stats().preemptions
-    if preemptions > getattr(self, "seen", 0):
-        for at, request in enumerate(requests):
-            followers = self._jobs[request.id].followers
-            if followers:
-                followers[int(step.sample_index[at])] = fresh = request.user.grammar.follow()
-                fresh._taken = len(step.generated(at))
-    self.seen = preemptions
-    return ALLOWED(self, step, requests)
-
-
-@only_merges
-def test_planted_fault_shows_in_answers(model, monkeypatch):
-    monkeypatch.setattr(Engine, "_allowed", lost_at_preemption)
-    assert program(model, random.Random(7))[0]
-
-
 def test_answer_is_that_of_the_request_alone(model, engine):
     form = {"type": "array", "items": {"enum": ["a", "bc", 1]}, "minItems": 3, "maxItems": 6}
     options = {"grammar": engine.grammars.schema(form), "max_tokens": 90, "temperature": 1.0}

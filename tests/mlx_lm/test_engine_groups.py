@@ -14,7 +14,6 @@ from mlx_models import computing_on_cpu, ended
 from benchmarks import tiny_families
 from benchmarks.tiny_families import OWN
 from kvpool.adapters.mlx_lm.engine import Engine
-from kvpool.adapters.mlx_lm.states import Checkpoints
 from kvpool.eviction import SlidingWindow
 from kvpool.groups import arenas_of
 
@@ -193,26 +192,6 @@ def test_next_turn_computes_few_tokens_again(name, is_told):
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "default"])
 def test_next_turn_computes_few_tokens_again_whatever_the_tail_of_the_prompt(name, is_told):
     check_next_turn(name, is_told, [(n, (5 * n + k) % 12) for n in range(64, 80) for k in (0, 3, 7)])
-
-
-def test_checkpoint_that_is_loaded_wrongly_shows(monkeypatch):
-    """The fault: a load gives the states of another sequence."""
-    loaded, seen = Checkpoints.loaded, []
-
-    def others(self, plan):
-        slots, held = loaded(self, plan)
-        if slots:
-            seen.append(held)
-        return slots, seen[0] if slots else held
-
-    model, _ = tiny_families.make("qwen3_5")
-    monkeypatch.setattr(Checkpoints, "loaded", others)
-    engine = engine_of(model)
-    first, second = prompt_of(61, 31), prompt_of(61, 32)
-    for prompt in (first, second):
-        engine.generate(prompt, max_tokens=TOKENS)
-    assert engine.generate(first, max_tokens=TOKENS).tokens.tolist() == alone(model, first)
-    assert engine.generate(second, max_tokens=TOKENS).tokens.tolist() != alone(model, second)
 
 
 @pytest.mark.parametrize("name", ["longcat_flash_ngram", "qwen3_5"])

@@ -69,19 +69,6 @@ def test_a_gathering_pass_has_the_logits_of_the_stock_model(name, route):
     assert worst_error(FAMILIES[name](), random_prompts(LENGTHS), 2, **ROUTES[route]) < 2e-5
 
 
-class EveryTokenFirst(RaggedForward):
-    """A faulty one: each token of a chunk is at the position of the chunk's first."""
-
-    def _turn(self, plan):
-        turn, ends = super()._turn(plan), plan.cu_q_lens
-        turn.before.lens = np.repeat(turn.before.lens[ends[:-1]], np.diff(ends))
-        return turn
-
-
-def test_tokens_at_wrong_positions_show():
-    assert worst_error(tiny_llama(), random_prompts(LENGTHS), 1, fused=True, make=EveryTokenFirst) > 1e-3
-
-
 def test_the_model_is_untouched_after_a_pass_that_raised():
     model = tiny_llama()
     before = dict(vars(model)), dict(model)

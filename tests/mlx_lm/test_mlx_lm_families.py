@@ -13,7 +13,7 @@ from mlx_models import computing_on_cpu
 
 from benchmarks import tiny_families
 from kvpool import OutOfBlocks, Pool
-from kvpool.adapters.mlx_lm import Engine, install, passes
+from kvpool.adapters.mlx_lm import Engine, install
 from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.eviction import SlidingWindow
 from kvpool.sizing import arrays_of_an_arena
@@ -132,28 +132,6 @@ def test_prompts_from_a_cache_of_mlx_lm_give_the_tokens_of_stock(name):
         assert alone(model, tails[1], prompts.fetch_nearest_cache("m", head + tails[1])[0]) == own[1]
         del prompts, cache, found
     assert_all_free_in_all_arenas(kv)
-
-
-def test_canary_padding_in_a_state_is_detected(monkeypatch):
-    model = family("mamba")
-    prompts = prompts_of((5, 37))
-    own = [alone(model, prompt) for prompt in prompts]
-    monkeypatch.setattr(passes.Turn, "parts", lambda self, _: [passes.Part(self, np.arange(len(self.new)))])
-    with install_on_cpu(model):
-        assert together(model, prompts) != own
-
-
-def test_canary_a_context_that_begins_a_block_too_early_is_detected(monkeypatch):
-    model, (prompt,) = family("gemma3_text"), prompts_of((90,))
-    own = alone(model, prompt)
-    held = passes.Part.held
-    monkeypatch.setattr(passes.Part, "held", lambda self, group: held(self, group) + 8 * (held(self, group) > 0))
-    with install_on_cpu(model, fused=False):
-        try:
-            found = alone(model, prompt)
-        except ValueError as error:
-            found = error
-    assert found != own
 
 
 # -------------------------------------------------------------------------------------------------- bytes

@@ -187,17 +187,3 @@ def test_engine_goes_on_after_any_call_of_the_storage_that_fails(route):
     model = tiny_llama()
     failed = each_call_fails_once(lambda *when: served(model, route, *when))
     assert failed.keys() >= {"prepare", "write", "copy_blocks"}
-
-
-def forgetful(storage, name, call):
-    """The second layer's keys are lost."""
-    if name != "write":
-        return call
-    return lambda step, layer, k, v: call(step, layer, k * (layer != 1), v)
-
-
-def test_storage_that_loses_what_it_was_given_is_detected(monkeypatch):
-    model = tiny_llama()
-    peace, _ = served(model, "gathered")
-    monkeypatch.setattr(Failing, "failing", forgetful)
-    assert served(model, "gathered")[0] != peace

@@ -8,7 +8,6 @@ import gc
 from itertools import takewhile
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm import server
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -18,7 +17,6 @@ from tokenizers import AddedToken
 
 from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import Engine, PagedPromptCache, install, tiny
-from kvpool.adapters.mlx_lm.passes import Passes
 
 TURNS = 6
 MOST = 48  # tokens of the common prefix that a turn may compute again
@@ -123,12 +121,3 @@ def test_turns_of_the_server_of_mlx_lm_compute_what_is_new(tokenizer, arch, seed
         assert tokens == solo_tokens(model, prompt, ANSWER, **WHOLE)[: len(tokens)]
     assert kv.summary().blocks_used == 0
     kv.pool.check()
-
-
-def test_turns_without_checkpoints_compute_everything_again(tokenizer, monkeypatch):
-    """The fault: no pass ends where the pool takes a checkpoint."""
-    monkeypatch.setattr(Passes, "places", lambda self, handles: np.full(len(handles), -1))
-    model = made("gemma4_text", len(tokenizer))
-    with install(model, 400, prefix_cache=True) as kv:
-        again, _ = served(model, tokenizer, kv, None)
-    assert max(again) > MOST

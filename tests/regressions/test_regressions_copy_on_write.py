@@ -1,56 +1,6 @@
 """Family D: copy on write, forks, aliases. See README.md."""
 
-import numpy as np
-from catalogue import CutMovesTheLengthOnly, Unchecked, broken, conforms, row
-from simple_backend import Simple
 
-from kvpool.testing import ModelPool
-from kvpool.testing.model_blocks import ModelBlocks
-
-
-class SharedTailIsWritten(Unchecked):
-    """Nothing is copied before it is written."""
-
-    def _row_need(self, *arguments):
-        return [], super()._row_need(*arguments)[1]
-
-
-class ResetKeepsPending(Unchecked):
-    """The sources of copies survive a reset."""
-
-    def _empty(self):
-        (one, *_), holds = self.arenas, list(self.arenas[0].holds)
-        super()._empty()
-        one.holds = holds
-        one.blank = [block for block in one.blank if block not in holds]
-
-
-class CopiesNothing(Simple):
-    """One backend of several has no copy."""
-
-    def copy_blocks(self, plan):
-        """Do nothing."""
-
-
-class ShowsItsOwnMemory(Unchecked):
-    """Arrays that were handed out change later."""
-
-    def table(self, handle):
-        if not hasattr(self, "_shown"):
-            self._shown = np.zeros(self.num_blocks, np.int32)
-        found = ModelPool.table(self, handle)
-        self._shown[: len(found)] = found
-        return self._shown[: len(found)]
-
-    class blocks_class(ModelBlocks):
-        def alloc(self, n=None, out=None):
-            ids = super().alloc(n)
-            if hasattr(self.pool, "_shown"):
-                self.pool._shown[:2] = np.atleast_1d(ids)[:2]
-            return ids
-
-
-@row(SharedTailIsWritten)
 def test_d1_fork_of_forks_keeps_each_history(make_pool, make_plan, grow):
     """Beams whose ids no longer shared a parent kept each other's tokens."""
     pool = make_pool(32)
@@ -70,7 +20,6 @@ def test_d1_fork_of_forks_keeps_each_history(make_pool, make_plan, grow):
     assert plan.copies.tolist() == [[source, tail, 2] for tail in tails[:3]] and tails[3] == source
 
 
-@row(ResetKeepsPending)
 def test_d2_reset_leaves_no_source_behind(make_pool, make_plan, grow):
     """Reset kept stale source blocks of beams."""
     pool = make_pool()
@@ -86,19 +35,6 @@ def test_d2_reset_leaves_no_source_behind(make_pool, make_plan, grow):
     assert plan.copies.shape == (0, 3) and pool.table(handle).tolist() == [1]
 
 
-@row(broken(Backend=CopiesNothing), model=False)
-def test_d2_every_backend_copies(parts):
-    """One backend of several had no copy on write."""
-    conforms(parts.Backend, "copies_take_exactly_the_valid_tokens")
-
-
-@row(broken(Backend=CopiesNothing), model=False)
-def test_d3_backend_without_a_copy_does_not_pass_for_one(parts):
-    """`copy_blocks` raised NotImplementedError at the first fork, in production."""
-    conforms(parts.Backend, "copies_writes_reads_happen_in_order")
-
-
-@row(ShowsItsOwnMemory)
 def test_d5_arrays_that_the_pool_returned_do_not_change_under_the_caller(make_pool, grow):
     """An offset array was changed in place; the caller's reference changed with it."""
     pool = make_pool()
@@ -111,7 +47,6 @@ def test_d5_arrays_that_the_pool_returned_do_not_change_under_the_caller(make_po
     assert table.tolist() == [1, 2] and ids.tolist() == [3, 4]
 
 
-@row(CutMovesTheLengthOnly)
 def test_d6_tokens_behind_a_truncation_belong_to_nobody(make_pool, make_plan, grow):
     """Trim moved the offset, the tail kept another request's tokens."""
     pool = make_pool()

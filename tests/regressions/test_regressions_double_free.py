@@ -2,74 +2,12 @@
 
 import numpy as np
 import pytest
-from catalogue import CachedIsNotTouched, ClosesTwice, CountIsClamped, CutMovesTheLengthOnly, Unchecked, idle, row
+from catalogue import idle
 from prefixes import cache
 
 from kvpool.errors import DoubleFree, OutOfBlocks, StaleHandle
-from kvpool.testing.model_blocks import Arena, ModelBlocks, public_call
 
 
-class FreesEachOccurrence(Unchecked):
-    """`free` counts down and queues once per name in its list, whatever it names."""
-
-    class blocks_class(ModelBlocks):
-        @public_call
-        def free(self, ids):
-            for block in np.atleast_1d(ids).tolist():
-                self._arena.raw[block] = self._arena.raw.get(block, 0) - 1
-                self._arena.blank.append(block)
-
-
-class ReplacedBlockIsFreed(Unchecked):
-    """Copy on write drops the shared block to the free list, though others refer to it."""
-
-    def _begin(self, *arguments):
-        step = super()._begin(*arguments)
-        self.arenas[0].blank += [b for row in step.rows for _, old, _ in row.changes[0].replaced for b in old]
-        return step
-
-
-class IncrefRevivesAnything(Unchecked):
-    """`incref` counts up a block that is free."""
-
-    class blocks_class(ModelBlocks):
-        @public_call
-        def incref(self, ids):
-            for block in np.atleast_1d(ids).tolist():
-                self._arena.raw[block] = self._arena.raw.get(block, 0) + 1
-
-
-class QueuedTwice(Unchecked):
-    """Now and then a block enters the free list twice."""
-
-    class arena_class(Arena):
-        def leave(self, block):
-            super().leave(block)
-            if block % 7 == 0:
-                super().leave(block)
-
-
-class TruncatesTheDead(Unchecked):
-    """A second release path that asks nobody whether the sequence lives."""
-
-    @public_call
-    def truncate(self, handles, lens):
-        self.arenas[0].blank += [1, 2, 3]
-
-
-class BatchIsFreedPerTable(Unchecked):
-    """Closing a batch queues every table of it, shared or not."""
-
-    @public_call
-    def close(self, handles):
-        one = self.arenas[0]
-        for seq in self.batch("close", handles):
-            table = [block for entry in seq.tables[0].entries for block in entry]
-            self._close(seq)
-            one.blank += [block for block in table if block not in one.blank or one.refcount(block)]
-
-
-@row(FreesEachOccurrence)
 def test_a1_same_block_twice_in_one_free(make_pool, refused):
     """free([b, b]) decremented per occurrence and queued b twice."""
     pool = make_pool()
@@ -80,7 +18,6 @@ def test_a1_same_block_twice_in_one_free(make_pool, refused):
     assert sorted(pool.blocks.alloc(13).tolist()) == [2, *range(4, 16)]
 
 
-@row(ReplacedBlockIsFreed)
 def test_a2_fork_of_a_table_then_append_then_free(make_pool, make_plan, grow):
     """Fork counted references per table entry, append dropped one, free dropped it again."""
     pool = make_pool()
@@ -94,7 +31,6 @@ def test_a2_fork_of_a_table_then_append_then_free(make_pool, make_plan, grow):
     assert idle(pool)
 
 
-@row(FreesEachOccurrence)
 def test_a3_null_block_never_reaches_the_free_list(make_pool, refused):
     """Null placeholders and duplicates reached the free queue."""
     pool = make_pool()
@@ -105,7 +41,6 @@ def test_a3_null_block_never_reaches_the_free_list(make_pool, refused):
     assert 0 not in pool.blocks.alloc(12).tolist()
 
 
-@row(CountIsClamped)
 def test_a4_shared_block_twice_in_one_decref(make_pool, refused):
     """All references were dropped first, then ref == 0 filtered: an id listed twice was queued twice."""
     pool = make_pool()
@@ -116,7 +51,6 @@ def test_a4_shared_block_twice_in_one_decref(make_pool, refused):
     assert pool.blocks.refcount(block) == 2 and pool.stats().blank == 14
 
 
-@row(CachedIsNotTouched)
 def test_a5_free_list_stays_whole_under_hits_and_pins(make_pool, make_plan):
     """The free queue was corrupted with several connectors and frequent hits: here, many pins and hits at once."""
     pool, rng = make_pool(32, prefix_cache=True), np.random.default_rng(5)
@@ -142,7 +76,6 @@ def test_a5_free_list_stays_whole_under_hits_and_pins(make_pool, make_plan):
             pool.blocks.free(free)
 
 
-@row(CachedIsNotTouched)
 def test_a6_reference_to_a_cached_block_takes_it_off_the_list(make_pool):
     """Pin was an incref on a block that still sat in the free queue; release queued it again."""
     pool = make_pool(4)
@@ -159,7 +92,6 @@ def test_a6_reference_to_a_cached_block_takes_it_off_the_list(make_pool):
     assert pool.blocks.alloc() == block
 
 
-@row(IncrefRevivesAnything)
 def test_a6_incref_does_not_resurrect_a_free_block(make_pool, refused):
     """The same, on a blank block."""
     pool = make_pool()
@@ -168,7 +100,6 @@ def test_a6_incref_does_not_resurrect_a_free_block(make_pool, refused):
         pool.blocks.incref(1)
 
 
-@row(QueuedTwice)
 def test_a7_one_id_is_never_handed_out_twice(make_pool):
     """The wrong one of two blocks was pinned, and an id was handed out again and again."""
     pool = make_pool(64)
@@ -185,7 +116,6 @@ def test_a7_one_id_is_never_handed_out_twice(make_pool):
     assert pool.stats().used == len(held)
 
 
-@row(TruncatesTheDead)
 def test_a9_slot_released_by_close_cannot_be_released_by_truncate(make_pool, grow, refused):
     """A slot was freed by two release paths, one of which inferred the length."""
     pool = make_pool()
@@ -197,7 +127,6 @@ def test_a9_slot_released_by_close_cannot_be_released_by_truncate(make_pool, gro
     assert idle(pool)
 
 
-@row(CutMovesTheLengthOnly)
 def test_a10_truncates_that_meet_inside_a_block_release_it_once(make_pool, grow):
     """Two contiguous frees met inside one page, which was freed twice."""
     pool = make_pool()
@@ -210,7 +139,6 @@ def test_a10_truncates_that_meet_inside_a_block_release_it_once(make_pool, grow)
     assert idle(pool)
 
 
-@row(FreesEachOccurrence, ClosesTwice)
 def test_a11_second_free_and_second_close_are_typed_errors(make_pool, refused):
     """A connector popped a request's blocks twice; the server died of a bare assertion."""
     pool = make_pool()
@@ -223,7 +151,6 @@ def test_a11_second_free_and_second_close_are_typed_errors(make_pool, refused):
         pool.close(handle)
 
 
-@row(CountIsClamped)
 def test_a12_counts_are_never_clamped(make_pool):
     """A count of -1 was 'set back to 0 as a hack'."""
     pool = make_pool()
@@ -237,7 +164,6 @@ def test_a12_counts_are_never_clamped(make_pool):
     assert pool.blocks.refcount(block) == 2
 
 
-@row(ClosesTwice)
 def test_a13_stale_mapping_cannot_free_another_owners_block(make_pool, refused):
     """A stale mapping freed a slot that somebody else owned already."""
     pool = make_pool(max_seqs=1)
@@ -250,7 +176,6 @@ def test_a13_stale_mapping_cannot_free_another_owners_block(make_pool, refused):
     assert pool.table(owner).tolist() == [1, 2]
 
 
-@row(BatchIsFreedPerTable)
 def test_a14_batch_that_shares_blocks_releases_each_once(make_pool, grow):
     """Batched frees of two pools needed a queue of their own, or a shared page was freed per group."""
     pool = make_pool()

@@ -2,112 +2,16 @@
 
 import contextlib
 import gc
-from typing import ClassVar
 
 import numpy as np
 import pytest
-from catalogue import TakesBeforeItLooks, Unchecked, broken, idle, row
+from catalogue import idle
 from prefixes import cache
 
 from kvpool import Plan, Pool
 from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 from kvpool.errors import OutOfBlocks, OutOfSequences
-from kvpool.testing.model_blocks import Arena, public_call
-
-
-class FailedOpenKeepsItsSlot(Unchecked):
-    """The slot of a sequence is taken before the blocks are looked for."""
-
-    def _judge_opening(self, *arguments):
-        slot = self._free_slots.popleft()
-        found = super()._judge_opening(*arguments)
-        self._free_slots.appendleft(slot)
-        return found
-
-
-class FailedForkKeepsReferences(Unchecked):
-    """References are counted up before the slots are looked for."""
-
-    def _refuse_slots(self, call, n):
-        for seq in self._sequences.values() if call == "fork" and n > len(self._free_slots) else ():
-            for (block,) in seq.tables[0].entries:
-                self.arenas[0].raw[block] = self.arenas[0].raw.get(block, 0) + n
-        super()._refuse_slots(call, n)
-
-
-class SharedIsEvictablePerHolder(Unchecked):
-    """A cached block enters the eviction list with every reference that it loses."""
-
-    class arena_class(Arena):
-        def release(self, block):
-            if block in self.marked and self.refcount(block):
-                self.unused.append(block)
-            else:
-                super().release(block)
-
-
-class CompletionOfTheDeadIsDropped(Unchecked):
-    """The completion of a step is filtered by the sequences that are still known."""
-
-    @public_call
-    def done(self, plan):
-        step = self._pending_step("done", plan)
-        if any(self._find(row.handle) for row in step.rows) or not step.rows:
-            step.noted = True
-            while self.pending and self.pending[0].noted:
-                self._pass(self.pending[0])
-
-
-class WaitsForItsOwnSignal(Unchecked):
-    """Only the completion of the very step lets go of a block, not its end by failure."""
-
-    @public_call
-    def rollback(self, plan):
-        step = self._pending_step("rollback", plan)
-        self.pending.remove(step)
-        plan.is_pending = False
-        self._undo(step)
-
-
-class FailedStepKeepsItsBlocks(Unchecked):
-    """What a failed step appended leaves the table, but not the books."""
-
-    def _undo_change(self, seq, layer, change):
-        if seq is not None:
-            entries = seq.tables[layer.index].entries
-            del entries[len(entries) - change.num_appended :]
-            change.num_appended = 0
-        super()._undo_change(seq, layer, change)
-
-
-class KeptAlive(Pool):
-    """Every pool is kept alive by something that it refers to."""
-
-    kept: ClassVar[list] = []
-
-    def __init__(self, *arguments, **options):
-        self.kept.append(self)
-
-
-class FinishKeepsReferences(Unchecked):
-    """Finishing removes the table and counts nothing down."""
-
-    def _close(self, seq):
-        for (block,) in seq.tables[0].entries:
-            self.arenas[0].raw[block] = self.arenas[0].raw.get(block, 0) + 1
-        super()._close(seq)
-
-
-class CountsBeforeItCopies(KVBlockManager):
-    """The pool's step counts as done although the copy of the data failed."""
-
-    def _run(self, seq_ids, num_new, reserve=False, plan=None):
-        plan = plan or self._plan
-        self.pool.step(plan, seq_ids, num_new)
-        self.pool.done(plan)
-        self.backend.copy_blocks(plan)
-        return plan
 
 
 def accounted(pool):
@@ -115,7 +19,6 @@ def accounted(pool):
     return stats.free + stats.limbo + stats.used == stats.num_blocks - stats.reserved
 
 
-@row(TakesBeforeItLooks)
 def test_b1_failed_step_keeps_no_block_and_no_slot(make_pool, make_plan):
     """A slot was taken, then scheduling failed, and it was never returned."""
     pool = make_pool(8, 4)
@@ -128,7 +31,6 @@ def test_b1_failed_step_keeps_no_block_and_no_slot(make_pool, make_plan):
     assert idle(pool)
 
 
-@row(FailedOpenKeepsItsSlot)
 def test_b1_failed_open_keeps_no_slot(make_pool):
     """The same, in open."""
     pool = make_pool(4, 4, max_seqs=2, max_blocks_per_seq=9)
@@ -139,7 +41,6 @@ def test_b1_failed_open_keeps_no_slot(make_pool):
     pool.open(), pool.open()
 
 
-@row(FailedForkKeepsReferences)
 def test_b1_failed_fork_keeps_no_reference(make_pool, grow):
     """The same, in fork."""
     pool = make_pool(max_seqs=3)
@@ -152,7 +53,6 @@ def test_b1_failed_fork_keeps_no_reference(make_pool, grow):
     assert idle(pool)
 
 
-@row(CompletionOfTheDeadIsDropped)
 def test_b2_sum_of_all_places_is_the_pool_after_every_call(make_pool, make_plan):
     """available + evictable != total, found by the idle check of a production server."""
     rng = np.random.default_rng(2)
@@ -187,7 +87,6 @@ def test_b2_sum_of_all_places_is_the_pool_after_every_call(make_pool, make_plan)
     assert idle(pool)
 
 
-@row(SharedIsEvictablePerHolder)
 def test_b3_shared_block_is_evictable_once(make_pool, grow):
     """The evictable size counted shared pages twice."""
     pool = make_pool()
@@ -201,7 +100,6 @@ def test_b3_shared_block_is_evictable_once(make_pool, grow):
     assert pool.stats().evictable == 2
 
 
-@row(CompletionOfTheDeadIsDropped)
 def test_b4_abort_in_any_state_returns_everything(make_pool, make_plan):
     """An aborted request in an odd state was never given back."""
     for state in ("new", "reserved", "stepped", "forked", "done", "rolled back", "skipped"):
@@ -229,7 +127,6 @@ def test_b4_abort_in_any_state_returns_everything(make_pool, make_plan):
         assert idle(pool)
 
 
-@row(CompletionOfTheDeadIsDropped)
 def test_b5_step_of_an_aborted_request_completes_all_the_same(make_pool, make_plan):
     """An abort took the id off a list, the completion was filtered by that list, and the blocks were held for ever."""
     pool = make_pool()
@@ -242,7 +139,6 @@ def test_b5_step_of_an_aborted_request_completes_all_the_same(make_pool, make_pl
     assert idle(pool)
 
 
-@row(WaitsForItsOwnSignal)
 def test_b6_close_does_not_wait_for_a_signal_of_its_own(make_pool, make_plan):
     """A delayed free waited for a signal that a dead peer never sent: any later done lets the blocks go."""
     pool = make_pool()
@@ -256,7 +152,6 @@ def test_b6_close_does_not_wait_for_a_signal_of_its_own(make_pool, make_plan):
     pool.done(later)
 
 
-@row(CompletionOfTheDeadIsDropped)
 def test_b7_abort_and_completion_come_in_any_order(make_pool, make_plan):
     """An abort raced with a completion that had arrived already: nothing was ever freed."""
     pool = make_pool()
@@ -270,7 +165,6 @@ def test_b7_abort_and_completion_come_in_any_order(make_pool, make_plan):
     assert idle(pool)
 
 
-@row(CompletionOfTheDeadIsDropped)
 def test_b8_owner_that_leaves_during_a_copy_leaks_nothing(make_pool, make_plan, grow):
     """A client cancelled during a transfer, and its blocks leaked until the server hung."""
     pool = make_pool()
@@ -284,7 +178,6 @@ def test_b8_owner_that_leaves_during_a_copy_leaks_nothing(make_pool, make_plan, 
     assert idle(pool)
 
 
-@row(FailedStepKeepsItsBlocks)
 def test_b9_failed_steps_leave_the_whole_pool_for_the_next_request(make_pool, make_plan):
     """Failed transfers kept their blocks: healthy to look at, and nothing was served any more."""
     pool = make_pool(8, 4)
@@ -298,24 +191,17 @@ def test_b9_failed_steps_leave_the_whole_pool_for_the_next_request(make_pool, ma
     assert idle(pool)
 
 
-@row(broken(Pool=KeptAlive, Plan=Plan), model=False)
-def test_b10_pools_and_plans_that_nobody_holds_are_freed(parts):
+def test_b10_pools_and_plans_that_nobody_holds_are_freed():
     """A block and a node of the tree referred to each other: 564,624 bytes leaked. Here: tags of pools come back."""
-    try:
-        for turn in range(3000):  # more than there are tags
-            pool = parts.Pool(4, 4, prefix_cache=True)
-            plan = parts.Plan(pool, 1)
-            pool.step(plan, [pool.open()], 1)
-            del pool, plan
-            if turn % 500 == 0:
-                gc.collect()
-    finally:
-        for pool in KeptAlive.kept:
-            pool.shutdown()
-        KeptAlive.kept.clear()
+    for turn in range(3000):  # more than there are tags
+        pool = Pool(4, 4, prefix_cache=True)
+        plan = Plan(pool, 1)
+        pool.step(plan, [pool.open()], 1)
+        del pool, plan
+        if turn % 500 == 0:
+            gc.collect()
 
 
-@row(FinishKeepsReferences)
 def test_b11_finish_drops_the_references_not_only_the_table(make_pool, grow):
     """Finish removed the table but never decremented: evictions 0 at 100 % use."""
     pool = make_pool(5, 4)
@@ -329,7 +215,6 @@ def test_b11_finish_drops_the_references_not_only_the_table(make_pool, grow):
     assert (stats.used, stats.evictable, stats.evictions) == (0, 4, 76)
 
 
-@row(FinishKeepsReferences)
 def test_b12_every_pin_ends_with_its_unpin(make_pool, make_plan):
     """A lookup pinned, the retrieval never came; an unpin after the last reference freed nothing."""
     pool = make_pool(prefix_cache=True)
@@ -344,10 +229,9 @@ def test_b12_every_pin_ends_with_its_unpin(make_pool, make_plan):
         assert idle(pool) and pool.stats().evictable == 2
 
 
-@row(broken(Manager=CountsBeforeItCopies), model=False)
-def test_b13_copy_that_fails_counts_for_nothing(parts, monkeypatch):
+def test_b13_copy_that_fails_counts_for_nothing(monkeypatch):
     """A counter moved before the data was copied, and a buffer was not freed when there was no page."""
-    manager = parts.Manager(KVSpec(1, 1, 8, "float32", 4), num_blocks=8)
+    manager = KVBlockManager(KVSpec(1, 1, 8, "float32", 4), num_blocks=8)
     parent = manager.new_sequence(0).seq_id
     manager.step([parent], 6)
     child = manager.fork(parent).seq_id

@@ -2,40 +2,12 @@
 
 import numpy as np
 import pytest
-from catalogue import TakesBeforeItLooks, Unchecked, idle, row
+from catalogue import idle
 from prefixes import compute
 
 from kvpool.errors import OutOfBlocks
-from kvpool.testing.model_blocks import public_call
-from kvpool.testing.model_prefix import ModelPrefix
 
 
-class WaitsForRoom(Unchecked):
-    """A step without room serves nobody, and is tried again and again."""
-
-    def _judge(self, call, batch, ask, partial):
-        return super()._judge(call, batch, ask, call != "can")
-
-
-class CommitsRowByRow(Unchecked):
-    """A batch is refused in its middle; what was before it has happened."""
-
-    class prefix_class(ModelPrefix):
-        @public_call
-        def commit(self, handles, tokens, counts=None):
-            share = len(tokens) // len(handles)
-            for i, handle in enumerate(handles):
-                super().commit.__wrapped__(self, handle, tokens[i * share : (i + 1) * share])
-
-
-class LikesLargeBlocks(Unchecked):
-    """Block sizes that are documented, and that nobody tried."""
-
-    def __init__(self, num_blocks, block_size, **options):
-        super().__init__(num_blocks, max(16, block_size), **options)
-
-
-@row(TakesBeforeItLooks)
 def test_h1_failure_half_way_leaves_no_block_without_owner(make_pool, make_plan):
     """Page allocation failed mid-way; blocks that were taken already had no owner."""
     pool = make_pool(8, 4)
@@ -48,7 +20,6 @@ def test_h1_failure_half_way_leaves_no_block_without_owner(make_pool, make_plan)
     assert (pool.stats().used, pool.stats().blank) == (0, 7)
 
 
-@row(TakesBeforeItLooks)
 def test_h2_failed_step_leaves_no_reference_up_or_down(make_pool, make_plan, grow, refused):
     """Touch before the capacity check left references bumped on failure."""
     pool = make_pool(8, 4)
@@ -62,7 +33,6 @@ def test_h2_failed_step_leaves_no_reference_up_or_down(make_pool, make_plan, gro
     assert [pool.table(h).tolist() for h in rows] == [[1, 2]] * 4
 
 
-@row(WaitsForRoom)
 def test_h3_can_and_step_agree(make_pool, make_plan, grow):
     """Check and take disagreed: 'failure to allocate KV blocks'."""
     rng = np.random.default_rng(4)
@@ -81,7 +51,6 @@ def test_h3_can_and_step_agree(make_pool, make_plan, grow):
                 pool.step(plan, rows, new)
 
 
-@row(TakesBeforeItLooks)
 def test_h4_batch_that_does_not_fit_can_be_tried_again_smaller(make_pool, make_plan):
     """The cache's state was not restored when a batch did not fit."""
     pool = make_pool(6, 4)
@@ -94,7 +63,6 @@ def test_h4_batch_that_does_not_fit_can_be_tried_again_smaller(make_pool, make_p
     assert plan.dirty_rows.tolist() == [0, 1]
 
 
-@row(TakesBeforeItLooks)
 def test_h5_room_that_a_victim_gives_back_is_room(make_pool, make_plan):
     """A second allocator had books of its own: it raised where the first would have preempted, and nothing moved."""
     pool = make_pool(8, 4)
@@ -113,7 +81,6 @@ def test_h5_room_that_a_victim_gives_back_is_room(make_pool, make_plan):
     assert idle(pool)
 
 
-@row(WaitsForRoom)
 def test_h6_request_larger_than_the_pool_is_an_error_not_a_wait(make_pool, make_plan):
     """Tiny pools hung."""
     pool = make_pool(2, 4, max_blocks_per_seq=100)
@@ -123,7 +90,6 @@ def test_h6_request_larger_than_the_pool_is_an_error_not_a_wait(make_pool, make_
     assert (caught.value.needed, caught.value.short_by) == (15, 14)
 
 
-@row(CommitsRowByRow)
 def test_h7_batch_that_is_refused_in_its_middle_has_done_nothing(make_pool, make_plan, refused):
     """Storing failed for some blocks of a batch, and the books of the others were updated."""
     pool = make_pool(prefix_cache=True)
@@ -135,7 +101,6 @@ def test_h7_batch_that_is_refused_in_its_middle_has_done_nothing(make_pool, make
     assert pool.prefix.match([1] * 5) == 0
 
 
-@row(LikesLargeBlocks)
 def test_h8_small_block_sizes_and_empty_prompts(make_pool, make_plan):
     """Documented block sizes 1 and 8 crashed, and so did max_tokens = 0."""
     for block_size in (1, 8):

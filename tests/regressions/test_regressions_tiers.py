@@ -5,7 +5,6 @@ import os
 
 import numpy as np
 import pytest
-from catalogue import broken, row
 
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout
 from kvpool.testing import stores as kit
@@ -16,12 +15,12 @@ TOKENS = kit.prompt(1, 12)
 
 
 @pytest.fixture
-def make_store(parts, tmp_path):
+def make_store(tmp_path):
     """Open the directory of the test, as it is when everything there is known."""
     made = []
 
     def make():
-        made.append(parts.Disk(str(tmp_path / "store"), LAYOUT, QUOTA, segment_nbytes=SEGMENT))
+        made.append(DiskStore(str(tmp_path / "store"), LAYOUT, QUOTA, segment_nbytes=SEGMENT))
         assert made[-1].ready.wait(60)
         return made[-1]
 
@@ -30,58 +29,7 @@ def make_store(parts, tmp_path):
         store.close()
 
 
-class OfferedIsStored(DiskStore):
-    """What was offered is said to be there, whether or not it was written."""
-
-    offered = frozenset()
-
-    def store(self, blocks, rows):
-        self.offered |= {key.tobytes() for key in blocks.keys}
-        return super().store(blocks, rows)
-
-    def _promised(self, blocks):
-        return np.array([key.tobytes() in self.offered for key in blocks.keys])
-
-    def lookup(self, blocks):
-        return super().lookup(blocks) | self._promised(blocks)
-
-    def load(self, blocks, rows):
-        return super().load(blocks, rows) | self._promised(blocks)
-
-
-class KeyIsEnough(DiskStore):
-    """A key alone proves what a block holds."""
-
-    def _named(self, blocks):
-        namespace = bytes(len(blocks.namespace))
-        return Blocks(blocks.keys, np.zeros_like(blocks.parents), np.zeros_like(blocks.tokens), namespace, blocks.group)
-
-    def lookup(self, blocks):
-        return super().lookup(self._named(blocks))
-
-    def load(self, blocks, rows):
-        return super().load(self._named(blocks), rows)
-
-    def store(self, blocks, rows):
-        return super().store(self._named(blocks), rows)
-
-
-class AnswersOneLate(DiskStore):
-    """Each load gets the bytes of the one before it, if that had as many blocks."""
-
-    last = None
-
-    def load(self, blocks, rows):
-        loaded = super().load(blocks, rows)
-        own = rows.copy()
-        if self.last is not None and len(self.last) == len(rows):
-            rows[:] = self.last
-        self.last = own
-        return loaded
-
-
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, None], ids=["EIO", "ENOSPC", "short"])
-@row(broken(Disk=OfferedIsStored), model=False)
 def test_j1_block_whose_write_failed_stays_a_miss(make_store, monkeypatch, error):
     write = os.pwritev
 
@@ -105,7 +53,6 @@ def test_j1_block_whose_write_failed_stays_a_miss(make_store, monkeypatch, error
     kit.loads(again, blocks, range(6))
 
 
-@row(broken(Disk=KeyIsEnough), model=False)
 def test_j2_key_of_another_prompt_brings_nothing_from_the_disk(make_store):
     """Keys that collide: other tokens, another prefix, another tenant."""
     own, other = LAYOUT.blocks(TOKENS)[0], LAYOUT.blocks(kit.prompt(2, 12), b"tenant")[0]
@@ -118,7 +65,6 @@ def test_j2_key_of_another_prompt_brings_nothing_from_the_disk(make_store):
     kit.loads(store, own, range(6))
 
 
-@row(broken(Disk=AnswersOneLate), model=False)
 def test_j2_each_prompt_reads_its_own_bytes_while_segments_leave(make_store):
     """Tenants with the same prompts and prompts with the same beginnings, in a quota that holds a few of them."""
     rng = np.random.default_rng(3)

@@ -4,123 +4,17 @@ import itertools
 import random
 
 import pytest
-from catalogue import CachedIsNotTouched, CutMovesTheLengthOnly, PaddingKeepsTheOldRow, Unchecked, idle, row
+from catalogue import idle
 from prefixes import cache, compute, serve
 
 from kvpool.errors import OutOfBlocks, PlanStateError, StaleHandle
-from kvpool.testing import ModelPlan
-from kvpool.testing.model_blocks import Arena, public_call
-from kvpool.testing.model_prefix import ModelPrefix
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
-
-
-class FreedUnderTheStep(Unchecked):
-    """A freed block is blank at once, whoever still writes it."""
-
-    class arena_class(Arena):
-        def release(self, block):
-            if not self.refcount(block) and block not in self.holds:
-                self.leave(block)
-
-
-class OptimisticLength(Unchecked):
-    """What a pending step will have computed counts as computed."""
-
-    def done_length(self, seq):
-        return seq.num_tokens
-
-
-class LeavesInFlight(Unchecked):
-    """Tokens leave a sequence by the length that a step in flight will have given it."""
-
-    def _refuse_pending(self, call, seq):
-        """Allow it."""
-
-
-class SlotIsTheHandle(Unchecked):
-    """A request that was reset is taken for the one before it."""
-
-    def _sequence(self, call, handle, any_=False):
-        return super()._sequence(call, getattr(self._sequences.get(handle & 0xFFFFF), "handle", handle), any_)
 
 
 _buffers = {}
 
 
-class OneBuffer(ModelPlan):
-    """Every plan fills the same arrays."""
-
-    def __init__(self, pool, *arguments, **options):
-        super().__init__(pool, *arguments, **options)
-        for part in [self, *self.groups]:
-            part.base = _buffers.setdefault((id(pool), *part.base), part.base)
-
-
-class RetractedGoesBlank(Unchecked):
-    """What a retracted request had committed is indexed, and on the free list."""
-
-    class arena_class(Arena):
-        def leave(self, block):
-            self.blank.append(block)
-
-
-class CommitMakesRoom(Unchecked):
-    """Committing needs room, and evicts from the request that is being committed."""
-
-    class prefix_class(ModelPrefix):
-        @public_call
-        def commit(self, handles, tokens, counts=None):
-            seq = self.pool.one("commit", handles)
-            super().commit.__wrapped__(self, handles, tokens, counts)
-            self.pool.arenas[0].blank += seq.tables[0].entries.pop()
-
-
-class ChainsJoin(Unchecked):
-    """A block is found by its tokens, whatever stands before them."""
-
-    def _path(self, tokens, namespace, most):
-        size = self.block_size
-        ends = {node.prefix[-size:]: node for node in self._nodes.values()}
-        blocks = [tuple(tokens[i * size : (i + 1) * size]) for i in range(most)]
-        return [ends[block] for block in itertools.takewhile(ends.__contains__, blocks)]
-
-
-class TornDownByRecursion(Unchecked):
-    """A table is released by a function that calls itself."""
-
-    def _pop_entries(self, seq, layer, length):
-        if len(seq.tables[0].entries) > length:
-            layer.arena.release(*seq.tables[0].entries.pop())
-            self._pop_entries(seq, layer, length)
-
-
-class HitsAreRoomToo(Unchecked):
-    """Evictable hits count as blocks that can be taken."""
-
-    def evictable_in(self, arena, without=()):
-        return super().evictable_in(arena)
-
-
-class EvictedIsFound(Unchecked):
-    """A block that is taken for other use keeps its node."""
-
-    def _evict_unit(self, node):
-        nodes, entries, held = dict(self._nodes), dict(self.entries), dict(node.kv)
-        super()._evict_unit(node)
-        self._nodes, self.entries, node.kv = nodes, entries, held
-
-
-class EvictedKeepsItsMark(Unchecked):
-    """A block that is taken for other use still counts as computed."""
-
-    class arena_class(Arena):
-        def evict_oldest(self):
-            super().evict_oldest()
-            self.marked.add(self.blank[-1])
-
-
-@row(FreedUnderTheStep)
 def test_c1_freed_block_waits_for_the_newest_step_in_flight(make_pool, make_plan):
     """Blocks were freed on the output of step N while step N + 1, already dispatched, still wrote them."""
     for is_closed_first in (False, True):
@@ -140,7 +34,6 @@ def test_c1_freed_block_waits_for_the_newest_step_in_flight(make_pool, make_plan
         assert {1, 2} == set(pool.blocks.alloc(2).tolist())
 
 
-@row(OptimisticLength)
 def test_c2_tokens_in_flight_are_not_settled(make_pool, make_plan, refused):
     """A window was pruned by the length that steps in flight would reach: a block too many was given away."""
     pool = make_pool(prefix_cache=True)
@@ -156,7 +49,6 @@ def test_c2_tokens_in_flight_are_not_settled(make_pool, make_plan, refused):
     assert pool.prefix.match(A + B) == 4
 
 
-@row(LeavesInFlight)
 def test_c2_nothing_leaves_a_row_in_flight(make_pool, make_plan, refused):
     """The same where a window makes blocks leave: the block before it is given away when the last step is through."""
     pool = make_pool()
@@ -177,7 +69,6 @@ def test_c2_nothing_leaves_a_row_in_flight(make_pool, make_plan, refused):
     assert pool.table(handle)[0] == 2 and pool.kv_len(handle) == 5 and pool.num_tokens(handle) == 9
 
 
-@row(CutMovesTheLengthOnly)
 def test_c3_preempted_sequence_frees_nothing_in_flight(make_pool, make_plan, refused):
     """Preemption returned blocks with a step in flight."""
     pool = make_pool()
@@ -191,7 +82,6 @@ def test_c3_preempted_sequence_frees_nothing_in_flight(make_pool, make_plan, ref
     assert pool.stats().blank == 15
 
 
-@row(FreedUnderTheStep)
 def test_c4_slots_of_a_dead_row_have_no_new_owner_until_its_step_is_done(make_pool, make_plan):
     """Rows of finished requests went on writing blocks that had new owners: more than half of the answers were cut."""
     pool = make_pool(4)  # three blocks
@@ -208,7 +98,6 @@ def test_c4_slots_of_a_dead_row_have_no_new_owner_until_its_step_is_done(make_po
     assert not written & set(plan.slot_mapping.tolist()[:3]) and set(newest.slot_mapping.tolist()[:1]) <= written
 
 
-@row(PaddingKeepsTheOldRow)
 def test_c5_row_of_a_dead_sequence_is_padded(make_pool, make_plan):
     """An idle rank's dummy step wrote through stale block-table rows into cached blocks."""
     pool = make_pool()
@@ -223,7 +112,6 @@ def test_c5_row_of_a_dead_sequence_is_padded(make_pool, make_plan):
     assert plan.seq_lens.tolist() == [2, 0, 0, 0]
 
 
-@row(SlotIsTheHandle)
 def test_c6_late_call_with_the_old_handle_is_refused(make_pool, make_plan, refused):
     """vllm PR49620: late output after a preemption was applied to the request that came after."""
     pool = make_pool(prefix_cache=True, max_seqs=1)
@@ -238,7 +126,6 @@ def test_c6_late_call_with_the_old_handle_is_refused(make_pool, make_plan, refus
     assert pool.num_tokens(new) == 4 and pool.prefix.match(A + C) == 0
 
 
-@row(CachedIsNotTouched)
 def test_c7_pin_keeps_a_prefix_while_somebody_copies_it_out(make_pool, make_plan):
     """TensorRT-LLM#12540, #12542: sequence removed or evicted while an asynchronous sender read it."""
     pool = make_pool(4, prefix_cache=True)
@@ -251,7 +138,6 @@ def test_c7_pin_keeps_a_prefix_while_somebody_copies_it_out(make_pool, make_plan
     assert pool.num_tokens(pool.open([9] * 8)) == 0
 
 
-@row(OneBuffer)
 def test_c8_contents_hold_until_the_next_step_on_the_plan(make_pool, make_plan):
     """Asynchronous copies read ONE reused offsets buffer that the next iteration overwrote."""
     pool = make_pool()
@@ -267,7 +153,6 @@ def test_c8_contents_hold_until_the_next_step_on_the_plan(make_pool, make_plan):
         pool.step(second, [], 0)  # still in flight: its buffers may not be reused
 
 
-@row(RetractedGoesBlank)
 def test_c9_retracted_request_leaves_its_committed_chunk_in_one_place(make_pool, make_plan):
     """sglang#38319: a prefill chunk was in the tree, and its pages were freed."""
     pool = make_pool(prefix_cache=True)
@@ -281,7 +166,6 @@ def test_c9_retracted_request_leaves_its_committed_chunk_in_one_place(make_pool,
     assert 1 not in pool.blocks.alloc(14).tolist()
 
 
-@row(CommitMakesRoom)
 def test_c10_commit_takes_and_evicts_nothing(make_pool, make_plan):
     """TensorRT-LLM#17926: commit, alloc, evict: the request being committed lost its own blocks."""
     pool = make_pool(4, prefix_cache=True)
@@ -293,7 +177,6 @@ def test_c10_commit_takes_and_evicts_nothing(make_pool, make_plan):
     assert pool.table(handle).tolist() == [1, 2, 3]
 
 
-@row(EvictedIsFound)
 def test_c11_orphan_of_an_evicted_parent_is_never_found(make_pool, make_plan):
     """TensorRT-LLM PR15018: orphaned blocks came back with stale content."""
     pool = make_pool(prefix_cache=True)
@@ -304,7 +187,6 @@ def test_c11_orphan_of_an_evicted_parent_is_never_found(make_pool, make_plan):
     assert pool.prefix.match(A + B + C) == 4
 
 
-@row(ChainsJoin)
 def test_c12_chain_that_was_evicted_joins_no_other(make_pool, make_plan):
     """Stale links joined chains that had ended."""
     pool = make_pool(prefix_cache=True)
@@ -318,7 +200,6 @@ def test_c12_chain_that_was_evicted_joins_no_other(make_pool, make_plan):
             assert pool.prefix.match([turn] * 4 + [turn + 1] * 4 + [other + 2] * 4 + [0]) == 8
 
 
-@row(TornDownByRecursion)
 def test_c12_deep_chain_ends_without_deep_recursion(make_pool, make_plan):
     """A chain was torn down by recursion, and a long one overran the stack."""
     pool = make_pool(3000, 1)
@@ -330,7 +211,6 @@ def test_c12_deep_chain_ends_without_deep_recursion(make_pool, make_plan):
     assert idle(pool)
 
 
-@row(HitsAreRoomToo)
 def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
     """Hits in the eviction list were counted as blocks to take, or taken before they were held."""
     for cached, blank in itertools.product(range(4), range(4)):
@@ -353,7 +233,6 @@ def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
             pool.shutdown()
 
 
-@row(EvictedKeepsItsMark)
 def test_c15_hit_that_was_evicted_in_between_is_refused(make_pool, refused):
     """A hit was evicted between lookup and use."""
     pool = make_pool(2, 4)
@@ -365,7 +244,6 @@ def test_c15_hit_that_was_evicted_in_between_is_refused(make_pool, refused):
         pool.blocks.touch(block)
 
 
-@row(CachedIsNotTouched)
 def test_c15_hit_cannot_be_evicted_between_lookup_and_use(make_pool, make_plan):
     """vllm#39702, #54914: looked up, evicted by somebody else, then used."""
     pool = make_pool(4, prefix_cache=True)
@@ -377,7 +255,6 @@ def test_c15_hit_cannot_be_evicted_between_lookup_and_use(make_pool, make_plan):
     assert pool.table(handle).tolist() == [1, 2] and pool.num_tokens(handle) == 4
 
 
-@row(EvictedIsFound)
 def test_c16_output_is_the_same_under_eviction_pressure(make_pool, make_plan):
     """vllm#37076: results changed under pressure. Here: whatever is found was written for exactly this prefix."""
     rng = random.Random(5)
@@ -397,7 +274,6 @@ def test_c16_output_is_the_same_under_eviction_pressure(make_pool, make_plan):
     assert pool.prefix.stats().evicted > 100 and pool.prefix.stats().hit_tokens > 100
 
 
-@row(EvictedKeepsItsMark)
 def test_c17_recycled_block_keeps_no_committed_bit(make_pool, make_plan):
     """A recycled block kept its old hash, or its 'computed' bit."""
     pool = make_pool(2, 4)
@@ -416,7 +292,6 @@ def test_c17_recycled_block_keeps_no_committed_bit(make_pool, make_plan):
     assert pool.stats().blank == 1
 
 
-@row(EvictedIsFound)
 def test_c17_evicted_block_leaves_the_index_and_its_mark(make_pool, make_plan):
     """vllm PR4761, PR5364, kvcached#362: a recycled block kept its old hash or its computed bit."""
     pool = make_pool(3, prefix_cache=True)  # two blocks
@@ -429,7 +304,6 @@ def test_c17_evicted_block_leaves_the_index_and_its_mark(make_pool, make_plan):
         assert pool.stats().evictable == pool.prefix.stats().nodes == 0
 
 
-@row(SlotIsTheHandle)
 def test_c18_reader_that_was_slow_learns_that_its_blocks_are_gone(make_pool, grow):
     """A read outlived its lease, and one path did not look at the lease after reading."""
     pool = make_pool(max_seqs=1)

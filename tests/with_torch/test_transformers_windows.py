@@ -6,8 +6,7 @@ import torch
 from test_transformers import VOCAB, alone, generate, generation, wandering
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MistralConfig
 
-from kvpool.adapters.transformers import Places, PoolAllocator, WindowAllocator, install
-from kvpool.groups import Group
+from kvpool.adapters.transformers import PoolAllocator, install
 
 WINDOW, NEW = 12, 12
 LENGTHS = (3, 12, 40, 9, 30, 5, 21, 13)
@@ -111,26 +110,3 @@ def test_windows_hold_their_last_tokens_alone(model, prompts, pools):
     most = sum(entries[member.group.kind] * member.columns for member in leader.members)
     assert leader.blocks.stats().peak_used <= most
     assert {member.group.kind for member in leader.members} >= {"window"}
-
-
-# ---- faults
-
-
-def test_pool_that_lets_go_of_what_queries_read_stops_the_engine(model, prompts, monkeypatch, caplog):
-    short = property(lambda self: Group.window(self.sliding_window - 6, columns=self.columns))
-    monkeypatch.setattr(WindowAllocator, "group", short)
-    with install(), pytest.raises(AssertionError):
-        generate(model, prompts, page_size=4)
-    assert "must match the size of tensor" in caplog.text
-
-
-def test_keys_that_are_read_one_token_late_are_seen_in_tokens(model, prompts, expected, monkeypatch):
-    original = Places.of_group
-
-    def late(self, *args):
-        write, read = original(self, *args)
-        return write, np.roll(read, 1, axis=1)
-
-    monkeypatch.setattr(Places, "of_group", late)
-    with install():
-        assert generate(model, prompts, page_size=4) != expected

@@ -220,12 +220,10 @@ class Forward:
             self._masks[window, keep] = found
         return self._masks[window, keep]
 
-    def flush(self, *others: mx.array) -> None:
-        """Store the keys and values that `put` deferred, if any. Evaluate `others` with them."""
+    def flush(self) -> None:
+        """Store the keys and values that `put` deferred, if any."""
         if self.late is not None:
-            layer, k, v = self.late
-            mx.eval(k, v, *others)
-            self.backend.write(self.step, layer, k, v)
+            self.backend.write(self.step, *self.late)
             self.late = None
 
 
@@ -270,6 +268,9 @@ class PagedMask(_Placeholder):
 
     def __repr__(self) -> str:
         return f"PagedMask(window={self.window})"
+
+
+paged_mask = functools.lru_cache(PagedMask)  # the layers of all passes share a few
 
 
 class PagedContext(_Placeholder):
@@ -356,8 +357,11 @@ class PagedContext(_Placeholder):
         q = queries.squeeze(2) if num_columns == 1 else queries.swapaxes(1, 2).flatten(0, 1)
         if columns is not None:
             q = q[columns]
-        if forward.defers:
-            forward.flush(q)
+        if forward.late is not None:  # one evaluation computes all three
+            late, k, v = forward.late
+            mx.eval(k, v, q)
+            backend.write(forward.step, late, k, v)
+            forward.late = None
         eviction = forward.eviction
         kind = None if eviction is None else eviction.policy.kind
         if kind is None or eviction.observed is not None:
@@ -371,7 +375,7 @@ class PagedContext(_Placeholder):
             padded = mx.zeros((num_rows * num_columns, *out.shape[1:]), out.dtype)
             padded[columns] = out
             out = padded
-        return out[:, :, None] if num_columns == 1 else out.reshape(*shape, num_heads, -1).swapaxes(1, 2)
+        return mx.expand_dims(out, 2) if num_columns == 1 else out.reshape(*shape, num_heads, -1).swapaxes(1, 2)
 
     def _options(self, asked: int | None, soft_cap: float | None, sinks: mx.array | None) -> AttentionOptions:
         """Return the options of the layer, for a model that asks for a window or for none."""

@@ -20,9 +20,18 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
-from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, causal_mask, paged_latents
+from kvpool.adapters.mlx_lm.attention import Forward, PagedContext, PagedMask, causal_mask, paged_latents, paged_mask
 from kvpool.adapters.mlx_lm.eviction import Eviction
-from kvpool.adapters.mlx_lm.passes import FORMATS, NOT_OPENED, EngineStopped, Known, Passes, Rows, Turn
+from kvpool.adapters.mlx_lm.passes import (
+    FORMATS,
+    NOT_OPENED,
+    EngineStopped,
+    Known,
+    Passes,
+    Rows,
+    Turn,
+    real_columns,
+)
 from kvpool.adapters.mlx_lm.states import Held, arrays_in, chosen, joined, nothing
 from kvpool.errors import PoolClosed
 from kvpool.eviction import Policy
@@ -174,11 +183,6 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------ one forward
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether the layers attend straight over the pool now."""
-        return self.passes.is_fused
-
     def forward(self, num_rows: int, num_columns: int) -> tuple[Forward, Rows]:
         """Step the pool by the real tokens of an input ``[num_rows, num_columns]``. All or nothing."""
         if num_rows != len(self.handles):
@@ -197,7 +201,7 @@ class Batch:
                 passes.backend,
                 plan,
                 (num_rows, num_columns),
-                columns=None if after.todo is None else _real_columns(new, num_columns),
+                columns=None if after.todo is None else real_columns(new, num_columns),
                 eviction=self.eviction,
                 is_fused=passes.is_fused,
             )
@@ -264,7 +268,7 @@ class Batch:
         try:
             self._load(plan)
             how: dict[str, Any] = {"first": first, "eviction": self.eviction, "defers": self.passes.defers}
-            turn = Turn(self.passes, plan, before, after, new, num_columns, self.is_merged, **how)
+            turn = Turn(self.passes, plan, before, after, num_columns, self.is_merged, **how)
             if self.eviction is not None:
                 self.eviction.begin_pass(plan, np.arange(num_rows), new)
         except BaseException:
@@ -490,13 +494,7 @@ class Batch:
                 self.passes.pool.close(opened)
 
 
-def _real_columns(new: np.ndarray, num_columns: int) -> mx.array:
-    """Return the places of real tokens in a right-padded input, int32 ``[T]``."""
-    return mx.array(np.flatnonzero(np.arange(num_columns) < new[:, None]).astype(np.int32))
-
-
 def _power_of_two(n: int) -> int:
-    """The least power of two >= n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -581,9 +579,9 @@ class PagedKVCache:
             On the fused route. Of latents, None for one column; chunks gather.
         """
         batch, window = self._batch, self._batch.passes.windows[self._layer]
-        if batch.is_fused and not batch.passes.layout.has_latents:
-            return PagedMask(window_size, window)
-        if batch.is_fused and N == 1:
+        if batch.passes.is_fused and not batch.passes.layout.has_latents:
+            return paged_mask(window_size, window)
+        if batch.passes.is_fused and N == 1:
             return None  # the model adds the scores of rotary parts
         rows = self._seen()
         held = rows.held
@@ -635,7 +633,7 @@ class PagedKVCache:
         if self._forward is None or self._cursor != self._batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
         forward, passes = self._forward, self._batch.passes
-        if forward.is_fused and self._batch.is_fused:
+        if forward.is_fused and self._batch.passes.is_fused:
             if not passes.layout.has_latents:
                 context = PagedContext(forward, self._layer, passes.windows[self._layer])
                 return context, context

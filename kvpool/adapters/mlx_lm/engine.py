@@ -229,7 +229,11 @@ class Engine:
         how |= {"store": store, "kv_bits": kv_bits, "events": MOST_EVENTS if on_events is not None else 0}
         how |= {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
         self.kv = install(model, num_blocks, pool=pool, **how)
-        self.tokenizer = _with_detokenizer(tokenizer)
+        if tokenizer is not None and not hasattr(tokenizer, "detokenizer"):
+            from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+            tokenizer = TokenizerWrapper(tokenizer)
+        self.tokenizer = tokenizer
         self.vocab_size = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])  # traced, not computed
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
@@ -387,7 +391,7 @@ class Engine:
             self._poll(self.kv.stored)
         flight, self._flight = self._flight, None
         try:
-            flight = flight or self._begun(self._scheduled())
+            flight = flight or self._begun()
             found = None if flight is None else self._finished(flight)
         finally:
             if self._has_states:
@@ -401,33 +405,30 @@ class Engine:
                 self._deliver(rows, outputs)
             finally:
                 self._is_delivering = False
-            self._rest()
+            if self._flight is not None and not self._jobs:  # nobody waits for its tokens
+                self._fail(self._flight.step)
         elif self._jobs:  # all are held
             self._deliver((), self.scheduler.expire())
-        self._tell_events()
+        if self._on_events is not None:
+            self._tell_events(self._on_events)
         ended, self._ended = self._ended, []
         return ended
 
-    def _tell_events(self) -> None:
+    def _tell_events(self, listener: Callable[[list[Any]], object]) -> None:
         """Pass the events of the prefix cache on. Who gets them must not end requests."""
-        if self._on_events is not None:
-            try:
-                self._on_events(self.kv.pool.prefix.events())
-            except Exception:
-                _log.exception("[step] on_events failed, its events are lost")
+        try:
+            listener(self.kv.pool.prefix.events())
+        except Exception:
+            _log.exception("[step] on_events failed, its events are lost")
 
-    def _scheduled(self) -> Step | None:
+    def _scheduled_beside(self, stored: StoredPrefixes) -> Step | None:
         """Decide the next step. If blocks are short, loads and saves give theirs back."""
-        stored = self.kv.stored
-        if stored is not None and (stored.num_loads or stored.is_saving):
-            running = self.scheduler.handles
-            if len(running) and not self.kv.pool.can(running):  # before one of them is preempted
-                self._make_way(stored)
+        running = self.scheduler.handles
+        if len(running) and not self.kv.pool.can(running):  # before one of them is preempted
+            self._make_way(stored)
         try:
             return self.scheduler.schedule()
         except (OutOfBlocks, OutOfSequences):
-            if stored is None or not (stored.num_loads or stored.is_saving):
-                raise
             self._make_way(stored)
             return self.scheduler.schedule()
 
@@ -497,7 +498,8 @@ class Engine:
         self.kv.pool.reset()
         if self.kv.stored is not None:
             self.kv.stored.forget()
-        self._tell_events()
+        if self._on_events is not None:
+            self._tell_events(self._on_events)
         self._start()
 
     def __enter__(self) -> Self:
@@ -575,8 +577,13 @@ class Engine:
             found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
         return found
 
-    def _begun(self, step: Step | None, before: _Flight | None = None) -> _Flight | None:
-        """Let MLX compute a step, `before` being the one that is out, and do not wait for it."""
+    def _begun(self, before: _Flight | None = None) -> _Flight | None:
+        """Let MLX compute the next step, `before` being the one that is out, and do not wait for it."""
+        stored = self.kv.stored
+        if before is None and stored is not None and (stored.num_loads or stored.is_saving):
+            step = self._scheduled_beside(stored)
+        else:
+            step = self.scheduler.schedule()
         if step is None:
             return None
         try:
@@ -590,10 +597,10 @@ class Engine:
         step = flight.step
         try:
             if self._runs_ahead and not any(map(_looks_back, step.requests)):
-                self._flight = self._begun(self.scheduler.schedule(), flight)
+                self._flight = self._begun(flight)
             tokens, logprobs = np.array(flight.tokens), np.array(flight.logprobs)
             beams = None if flight.beams is None else (np.array(flight.beams[0]), np.array(flight.beams[1]))
-            tops = flight.likeliest()
+            tops = [()] * len(step.requests) if flight.tops is None else _likeliest(step.requests, *flight.tops)
         except BaseException:
             self._fail(step)
             raise
@@ -620,14 +627,10 @@ class Engine:
         self._flight = None
         self.scheduler.fail(step)
 
-    def _rest(self) -> None:
-        """Take the step back that has begun, if nobody waits for its tokens."""
-        if self._flight is not None and not self._jobs:
-            self._fail(self._flight.step)
-
     def _run(self, step: Step, before: _Flight | None) -> _Flight:
         """Put a step into MLX's graph, which evaluates it."""
-        requests, tokens = step.requests, _inputs(step, before)
+        requests = step.requests
+        tokens = mx.array(step.tokens) if before is None else _inputs(step, before)
         if not len(step.tokens):
             return _Flight(step, tokens, tokens.astype(mx.float32))
         if self._eviction is not None:
@@ -641,7 +644,7 @@ class Engine:
             changes = {at: one.user.changes(one.prompt, step.generated(at), one.eos) for at, one in some}
         allowed = self._allowed(step, requests) if any(map(attrgetter("grammar"), samplings)) else {}
         flight = _Flight(step, *sample(logits, samplings, step.sample_index, step.sample_position, changes, allowed))
-        in_beams = np.flatnonzero(step.beam_width)
+        (in_beams,) = step.beam_width.nonzero()
         if len(in_beams):
             width = int(step.beam_width.max())
             ends = max(len(requests[at].eos) + len(requests[at].stop) for at in in_beams.tolist())
@@ -711,8 +714,8 @@ class Engine:
         for output in self.scheduler.cancel(job.request.id):
             job.outputs[output.index] = output
         self._keep_states(self.scheduler.handles)
-        if not self._is_delivering:
-            self._rest()
+        if self._flight is not None and not self._jobs and not self._is_delivering:
+            self._fail(self._flight.step)
         return job.completion()
 
     def _drop(self, ids: Iterable[Hashable]) -> None:
@@ -748,14 +751,6 @@ class _Flight:
     logprobs: mx.array
     beams: tuple[mx.array, mx.array] | None = None
     tops: tuple[mx.array, mx.array] | None = None
-
-    def likeliest(self) -> list[Top]:
-        """Return the likeliest tokens that each sample asks for."""
-        if self.tops is None:
-            return [()] * len(self.step.requests)
-        counts = [request.user.top_logprobs for request in self.step.requests]
-        found = zip(*(one.tolist() for one in self.tops), strict=True)
-        return [tuple(zip(a[:n], b[:n], strict=True)) for n, (a, b) in zip(counts, found, strict=True)]
 
 
 class _Job:
@@ -844,24 +839,22 @@ class _Job:
         return Transcript(None if self._tokenizer is None else self._tokenizer.detokenizer, self._stops)
 
 
-def _inputs(step: Step, before: _Flight | None) -> mx.array:
+def _likeliest(requests: list[Request], tokens: mx.array, logprobs: mx.array) -> list[Top]:
+    """Return as many of the likeliest tokens of each sample as its request asks for."""
+    counts = [request.user.top_logprobs for request in requests]
+    found = zip(counts, tokens.tolist(), logprobs.tolist(), strict=True)
+    return [tuple(zip(a[:n], b[:n], strict=True)) for n, a, b in found]
+
+
+def _inputs(step: Step, before: _Flight) -> mx.array:
     """Return the inputs of a step. MLX has still to compute those that `before` samples."""
     follows = step.follows
-    if before is None or follows is None or not before.tokens.size:
+    if follows is None or not before.tokens.size:
         return mx.array(step.tokens)
-    if np.array_equal(follows, np.arange(before.tokens.size)):
+    if follows.tolist() == list(range(before.tokens.size)):
         return before.tokens
     at = mx.array(follows)
     return mx.where(at < 0, mx.array(step.tokens), before.tokens[at])
-
-
-def _with_detokenizer(tokenizer: Any) -> Any:
-    """Return the tokenizer in mlx-lm's wrapper."""
-    if tokenizer is None or hasattr(tokenizer, "detokenizer"):
-        return tokenizer
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    return TokenizerWrapper(tokenizer)
 
 
 class RaggedForward:
@@ -956,7 +949,6 @@ class RaggedForward:
     def _turn(self, plan: Any) -> Turn:
         """Return the turn of a plan: its rows are tokens where passes are ragged, else sequences."""
         starts, num_columns = np.array(plan.positions[: plan.num_tokens], np.int64), 1
-        new = np.ones_like(starts)
         if not self.is_ragged:
             new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(plan.handles) + 1])
             if len(new) == 1:
@@ -966,9 +958,9 @@ class RaggedForward:
                     f"[forward] the plan has {len(new)} rows with up to {new.max()} tokens: a pass of this model is "
                     "one token for each row, or one row"
                 )
-        before, after = Rows(starts), Rows(starts + new)
+        before, after = Rows(starts), Rows(starts + num_columns)
         how: dict[str, Any] = {"eviction": self.eviction, "defers": self._defers}
-        return Turn(self.kv.passes, plan, before, after, new, num_columns, num_columns == 1, **how)
+        return Turn(self.kv.passes, plan, before, after, num_columns, num_columns == 1, **how)
 
     def _slots(self, plan: Any, name: str, part: Part) -> list[int]:
         """Return the state slots of a part's rows: ``state_src`` or ``state_dst``."""
@@ -978,7 +970,7 @@ class RaggedForward:
     def _logits(self, inputs: mx.array, turn: Turn, rows: np.ndarray) -> tuple[mx.array, list[tuple[Part, Held]]]:
         """Run the model over all tokens and its head over the tokens that were asked for."""
         model, taken = self.kv.model, False
-        is_whole = np.array_equal(rows, np.arange(inputs.size))
+        is_whole = len(rows) == inputs.size and rows.tolist() == list(range(inputs.size))
         if len(rows) and not is_whole:
             # A policy with scores needs the last layer's attention of every row's last token, sampled or not.
             splits = len(rows) < inputs.size and self.is_ragged and self.eviction is None
@@ -1035,7 +1027,8 @@ class _LastLayer:
 
     def __call__(self, x: mx.array, *args: Any, **options: Any) -> Any:
         (whole,) = (one for one in (*args, *options.values()) if type(one) is LayerCache)
-        whole.part.attends = False
+        place = whole.place
+        whole.part.forward(place).attends = False
         self._layer(x, *args, **options)
         (part,) = self._turn.parts(is_apart=False)
         some = LayerCache(part, whole.number)

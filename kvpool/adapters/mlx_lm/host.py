@@ -179,20 +179,16 @@ def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: 
     if layout.specs:
         held = GroupStorage(storage, pool, layout.stored)
         backends, blocks = held.backends, held.stores
-    elif pool.prefix is not None and layout.checkpoint_blocks:
-        blocks = [_checkpoint_rows(pool.num_blocks, layout.block_nbytes[0])]
+    elif pool.prefix is not None and layout.checkpoint_blocks:  # states only: a block for each checkpoint
+        num_blocks, nbytes = pool.num_blocks, layout.block_nbytes[0]
+        try:
+            blocks = [BlockRows(num_blocks, nbytes)]
+        except MemoryError:
+            raise MemoryError(
+                f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, "
+                "a block of this model holds one checkpoint; or prefix_cache=False"
+            ) from None
     return PagedKV(model, pool, layout, backends, blocks, **kept)
-
-
-def _checkpoint_rows(num_blocks: int, nbytes: int) -> BlockRows:
-    """Return the blocks of a model with states only, one for each checkpoint."""
-    try:
-        return BlockRows(num_blocks, nbytes)
-    except MemoryError:
-        raise MemoryError(
-            f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, a "
-            "block of this model holds one checkpoint; or prefix_cache=False"
-        ) from None
 
 
 def layout_on(

@@ -20,7 +20,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import cached_property
 from importlib import import_module
 from operator import attrgetter
@@ -37,9 +36,10 @@ from kvpool.adapters.mlx_lm.attention import (
     Site,
     causal_mask,
     paged_latents,
+    paged_mask,
     smaller_window,
 )
-from kvpool.adapters.mlx_lm.layout import Layout
+from kvpool.adapters.mlx_lm.layout import Layout, Place
 from kvpool.adapters.mlx_lm.shapes import build, leaves_of
 from kvpool.adapters.mlx_lm.states import (
     Checkpoints,
@@ -82,7 +82,7 @@ class Rows:
 
     def __init__(self, lens: np.ndarray, todo: np.ndarray | None = None, gone: np.ndarray | None = None) -> None:
         self.lens = lens
-        self.gone = np.zeros_like(lens) if gone is None else gone
+        self.gone = np.zeros(len(lens), np.int64) if gone is None else gone
         self.todo = todo
 
     @cached_property
@@ -204,11 +204,15 @@ class Passes:
 
     def hook(self) -> None:
         """Put the stand-ins in place, all or none, until as many calls of `unhook`."""
-        with ExitStack() as undo:
+        entered = []
+        try:
             for site in (*self.calls, *self.sites):
                 site.enter()
-                undo.callback(site.leave)
-            undo.pop_all()
+                entered.append(site)
+        except BaseException:
+            for site in entered:
+                site.leave()
+            raise
         self._hooked += 1
 
     def unhook(self) -> None:
@@ -334,8 +338,6 @@ class Turn:
     plan : kvpool.Plan
         Stepped.
     before, after : Rows
-    new : int64 ``[B]``
-        New tokens of each row.
     num_columns : int
         Of the model's input.
     is_merged : bool
@@ -349,6 +351,8 @@ class Turn:
 
     Attributes
     ----------
+    new : int64 ``[B]``
+        New tokens of each row.
     queries : int32 ``[M]`` or None
         See `of_queries`.
 
@@ -364,7 +368,6 @@ class Turn:
         plan: Any,
         before: Rows,
         after: Rows,
-        new: np.ndarray,
         num_columns: int,
         is_merged: bool,
         *,
@@ -376,21 +379,18 @@ class Turn:
         self.plan = plan
         self.before = before
         self.after = after
-        self.new = new
+        self.new = after.lens - before.lens
         self.num_columns = num_columns
         self.is_merged = is_merged
-        self.first = np.zeros_like(new) if first is None else first
+        self.first = np.zeros(len(self.new), np.int64) if first is None else first
         self.eviction = eviction
         self.defers = defers
         self.queries: np.ndarray | None = None
         self._columns: dict[tuple[int, int], Any] = {}
-        layout = passes.layout
-        self.starts: list[np.ndarray] = []
-        for number, storage in layout.storage_of.items():
-            arrays = plan.groups[number]
-            self.starts.append(np.asarray(arrays.kv_starts, np.int64))
-            if len(arrays.copies):
-                passes.backends[storage].copy_blocks(arrays.copies)
+        for number, storage in passes.layout.storage_of.items():
+            copies = plan.groups[number].copies
+            if len(copies):
+                passes.backends[storage].copy_blocks(copies)
 
     def of_queries(self, queries: np.ndarray) -> Turn:
         """Return a turn of some tokens of this one, whose rows are tokens. It stores and copies nothing.
@@ -419,13 +419,15 @@ class Turn:
         Rows of one part have equally many new tokens where a layer would take padding for tokens. Empty rows have no
         state yet, so they are not in a part with others.
         """
-        kinds = 2 * self.new + (self.before.lens == 0)
-        is_one_kind = len(kinds) == 1 or not self.passes.layout.held or kinds.min() == kinds.max()
-        if is_one_kind and (len(kinds) == 1 or not is_apart):
-            return [Part(self, np.arange(len(kinds)))]
+        num_rows = len(self.new)
+        if num_rows == 1 or not (is_apart or self.passes.layout.held):
+            return [Part(self, np.arange(num_rows))]
         live = np.flatnonzero(self.new)
         if is_apart:
             return [Part(self, live[i : i + 1]) for i in range(len(live))]
+        kinds = 2 * self.new + (self.before.lens == 0)
+        if kinds.min() == kinds.max():
+            return [Part(self, np.arange(num_rows))]
         return [Part(self, live[kinds[live] == kind]) for kind in dict.fromkeys(kinds[live].tolist())]
 
 
@@ -442,70 +444,62 @@ class Part:
         Columns of the input of the whole call at which the rows begin.
     shape : (R, N)
         Of the model's input.
-    attends : bool
-        See `Forward`.
+    offsets : pair of int or int32 ``[R]``
+        Positions of the first token of each row, and of the first one after it.
+    forwards : dict
+        The `Forward` of each column of a group that a layer has asked for.
     """
 
     def __init__(self, turn: Turn, rows: np.ndarray) -> None:
         self.turn = turn
         self.rows = rows
         self.is_whole = len(rows) == len(turn.new)
-        self.new, self.lens = turn.new, turn.before.lens
+        self.new, self.lens, self.first = turn.new, turn.before.lens, turn.first
         if not self.is_whole:
-            self.new, self.lens = self.new[rows], self.lens[rows]
+            self.new, self.lens, self.first = self.new[rows], self.lens[rows], self.first[rows]
         self.shape = len(rows), int(self.new.max())
         is_even = bool((self.new == self.shape[1]).all())
-        self._real = None if is_even else mx.array(np.flatnonzero(_is_real(self.new, self.shape[1])).astype(np.int32))
-        self._forwards: dict[tuple[int, int], Forward] = {}
-        self.attends = True
-        self.first = turn.first[self.rows]
+        self._real = None if is_even else real_columns(self.new, self.shape[1])
+        self.forwards: dict[tuple[int, int], Forward] = {}
         self.takes_input_whole = self.is_whole and self.shape[1] == turn.num_columns  # no cut
         self.is_fused = turn.passes.is_fused
-
-    def starts(self, group: int) -> np.ndarray:
-        """Return the first position of each row that the group holds without a hole after it."""
-        return self.turn.starts[group][self.rows]
-
-    @functools.cached_property
-    def offsets(self) -> tuple[int | mx.array, int | mx.array]:
-        """Positions of the first token of each row of this part, and of the first one after it."""
-        before, after = self.turn.before, self.turn.after
-        if len(self.rows) == 1 or not self.turn.is_merged:
-            row = self.rows[0]
-            return int(before.lens[row]), int(after.lens[row])
-        if self.is_whole:
-            return before.offsets, after.offsets
-        rows = mx.array(self.rows.astype(np.int32))
-        return before.offsets[rows], after.offsets[rows]
+        before, after = turn.before, turn.after
+        self.offsets: tuple[int | mx.array, int | mx.array]
+        if len(rows) == 1 or not turn.is_merged:
+            self.offsets = int(before.lens[rows[0]]), int(after.lens[rows[0]])
+        elif self.is_whole:
+            self.offsets = before.offsets, after.offsets
+        else:
+            some = mx.array(rows.astype(np.int32))
+            self.offsets = before.offsets[some], after.offsets[some]
 
     def held(self, group: int) -> np.ndarray:
         """Return how many tokens of each row the group shows before the pass: those that it has not let go."""
         return np.asarray(self.turn.arrays(group, 0).seq_lens, np.int64)[self.rows] - self.new
 
-    def forward(self, storage: int, group: int, column: int) -> Forward:
-        """Return the forward pass of one column of a group."""
-        key = group, column
-        if key not in self._forwards:
-            turn, arrays = self.turn, self.turn.arrays(group, column)
-            backend = turn.passes.backends[storage]
-            evicts = turn.eviction is not None and turn.eviction.group == group
-            self._forwards[key] = Forward(
+    def forward(self, place: Place) -> Forward:
+        """Return the forward pass of the column of a group that has a layer. Made once."""
+        key = place.group, place.column
+        if key not in self.forwards:
+            turn, arrays = self.turn, self.turn.arrays(*key)
+            backend = turn.passes.backends[place.storage]
+            evicts = turn.eviction is not None and turn.eviction.group == place.group
+            self.forwards[key] = Forward(
                 backend,
                 arrays if self.is_whole else StepArrays.rows_of(arrays, self.rows),
                 self.shape,
                 columns=self._real,
                 eviction=turn.eviction if evicts else None,
-                first_layer=column * backend.spec.num_layers,
+                first_layer=place.column * backend.spec.num_layers,
                 is_fused=self.is_fused,
                 defers=turn.defers,
                 stores=turn.queries is None,
             )
-        self._forwards[key].attends = self.attends
-        return self._forwards[key]
+        return self.forwards[key]
 
     def end(self) -> None:
         """Store what is not stored yet, and refuse attention of this part from now on."""
-        for forward in self._forwards.values():
+        for forward in self.forwards.values():
             if forward.late is not None:
                 forward.flush()
             forward.is_over = True
@@ -530,7 +524,7 @@ class LayerCache:
         assert place is not None
         self.part = part
         self.number = leaf
-        self._place = place
+        self.place = place  # of its keys and values
         self._leaf = layout.leaves[leaf]
         self._window = part.turn.passes.windows[leaf]
         self._shown = place.array, self._window, self._leaf.keep or 0
@@ -547,7 +541,8 @@ class LayerCache:
     @property
     def start_position(self) -> int:
         """Position of the first key that ``update_and_fetch`` returns for the first row."""
-        return int(self.part.starts(self._place.group)[0])
+        part = self.part
+        return int(part.turn.plan.groups[self.place.group].kv_starts[part.rows[0]])
 
     def maybe_trim_front(self) -> None:
         """Do nothing: blocks before the chunk have left the table when the last pass was done."""
@@ -561,10 +556,10 @@ class LayerCache:
             keep = self._leaf.keep if smaller_window(window, window_size) == window else 0
             window_size = smaller_window(window, window_size)
         if part.is_fused and shape is not None and not shape.latent:
-            return PagedMask(window_size, window)
+            return paged_mask(window_size, window)
         if part.is_fused and shape is not None and N == 1:
             return None  # the model adds the scores of rotary parts
-        held = part.held(self._place.group)
+        held = part.held(self.place.group)
         return causal_mask(held, part.new, N, window_size, return_array, held=window, keep=keep)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -592,11 +587,12 @@ class LayerCache:
                 f"[update_and_fetch] keys have shape {keys.shape}, values {values.shape}, this call stores "
                 f"{(*outer, shape.head_dim)} and {(*outer, shape.v_head_dim)}, once"
             )
-        self._forward = part.forward(self._place.storage, self._place.group, self._place.column)
+        place = self.place
+        self._forward = part.forwards.get((place.group, place.column)) or part.forward(place)
         self.offset = part.offsets[1]
         if not shape.v_head_dim:
             values = mx.zeros((*values.shape[:3], 1), dtype)
-        self._forward.put(self._place.array, keys, values)
+        self._forward.put(place.array, keys, values)
         if not part.is_fused or (shape.latent and columns > 1):
             self.keys, self.values = self._gathered(self._forward)
         elif shape.latent:
@@ -613,13 +609,14 @@ class LayerCache:
 
     def _gathered(self, forward: Forward) -> tuple[mx.array, mx.array]:
         forward.flush()
-        k, v = forward.backend.read(forward.step, self._place.array)
+        k, v = forward.backend.read(forward.step, self.place.array)
         shape = self._leaf.shape
         return k, v if shape is None or shape.v_head_dim else v[..., :0]
 
 
-def _is_real(new: np.ndarray, num_columns: int) -> np.ndarray:
-    return np.arange(num_columns) < new[:, None]
+def real_columns(new: np.ndarray, num_columns: int) -> mx.array:
+    """Return the places of real tokens in a right-padded input, int32 ``[T]``."""
+    return mx.array(np.flatnonzero(np.arange(num_columns) < new[:, None]).astype(np.int32))
 
 
 # -------------------------------------------------------------------------------------------------- the call
