@@ -185,9 +185,10 @@ class ResponseAnswer(BlockAnswer):
             return {"type": "function_call", "arguments": "", **own}
         name = ITEMS[kind]
         head: dict[str, Any] = {"type": name, "id": f"{name[:3]}_{uuid.uuid4().hex}", "status": "in_progress"}
-        head["content"] = []
-        head.update({"summary": []} if kind == "thinking" else {"role": "assistant"})
-        return head
+        head |= {"content": []}
+        if kind == "thinking":
+            return {**head, "summary": []}
+        return {**head, "role": "assistant"}
 
     def _part(self, kind: str, text: str) -> dict[str, Any]:
         more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "text" else {}

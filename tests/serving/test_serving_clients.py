@@ -5,6 +5,8 @@ The bodies in ``bodies`` are written after public sources and reports of these p
 
 import contextlib
 import json
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -252,8 +254,6 @@ def test_options_of_the_server_are_the_defaults_of_requests(tmp_path):
 
 
 def test_request_that_is_not_http_is_counted(server):
-    import socket
-
     host, _, port = server.address.partition(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"nonsense\r\n\r\n")
@@ -272,3 +272,11 @@ def test_statistics_have_the_names_of_vllm_too(server):
     ):
         assert found[f"vllm:{theirs}"] == found[ours]
     assert found["vllm:prompt_tokens_total"] >= 40 and found["vllm:num_requests_running"] == 0
+
+
+def test_dashboard_shows_statistics_that_there_are(server):
+    server.post("/v1/completions", {"prompt": "a", "max_tokens": 3})
+    dashboard = (Path(__file__).parents[2] / "docs" / "grafana" / "kvpool-serve.json").read_text()
+    shown = set(re.findall(r"\b(kvpool_\w+?)(?=\{|,)", dashboard))
+    there = {name.partition("{")[0] for name in server.metrics()}
+    assert len(shown) > 10 and {name for name in shown if "tenant" not in name} <= there
