@@ -38,6 +38,7 @@ from kvpool.errors import install_command
 
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.engine import Engine
+    from kvpool.serving.app import Settings
 
 leave = os._exit
 LAST_PORT = 65535
@@ -65,15 +66,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "KVPOOL_API_KEY holds one more key."
     )
     add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
-    parser.add_argument("--name", help="what clients call the model (default: the text of --model)")
+    parser.add_argument(
+        "--name", action="append", help="what clients call the model; repeatable (default: the text of --model)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, metavar, default, text in NUMBERS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
     parser.add_argument(
-        "--log-level",
-        default="info",
-        metavar="LEVEL",
-        help="info, with a line for each request; or warning, failures alone (default: %(default)s)",
+        "--log",
+        default="text",
+        metavar="FORM",
+        help="text or json, with a line for each request; or off, failures alone (default: %(default)s)",
+    )
+    parser.add_argument("--temp", metavar="T", help="temperature if a request has none (default: the model's, or 1)")
+    parser.add_argument("--top-p", metavar="P", help="top_p if a request has none (default: the model's, or 1)")
+    parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's")
+    parser.add_argument(
+        "--chat-template-args", metavar="JSON", help='its options, if a request has none: {"enable_thinking": false}'
+    )
+    parser.add_argument("--strict", action="store_true", help="refuse unknown fields of requests")
+    parser.add_argument("--no-page", action="store_true", help="no page for people at /")
+    parser.add_argument(
+        "--allowed-origins", metavar="URLS", help="web pages that may ask from a browser, by commas; * for all"
     )
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key for clients; repeatable")
     parser.add_argument("--api-keys", metavar="FILE", help="keys of tenants, a line for each: NAME WEIGHT KEY")
@@ -120,9 +134,24 @@ def run(args: argparse.Namespace) -> int:
     connections = process.allowed_connections(wanted)
     if connections < wanted:
         say(f"kvpool serve: --max-connections {wanted}: the system allows files for {connections}")
-    settings = Settings(args.name or args.model, hosts, keys, weights, most, connections)
-    if args.log_level not in log.LEVELS:
-        raise CommandError(f"--log-level {args.log_level}: not one of {', '.join(log.LEVELS)}")
+    settings = Settings(
+        tuple(args.name or [args.model]),
+        hosts,
+        keys,
+        weights,
+        max_tokens=most,
+        max_connections=connections,
+        origins=tuple(filter(None, (args.allowed_origins or "").split(","))),
+        is_strict=args.strict,
+        has_page=not args.no_page,
+        evicts=options["eviction"] is not None,
+        template_options=template_options_of(args),
+    )
+    template = read_template(args)
+    if args.log not in log.FORMS:
+        raise CommandError(f"--log {args.log}: not one of {', '.join(log.FORMS)}")
+    given = {"temperature": args.temp and real("--temp", args.temp, 0, 100)}
+    given |= {"top_p": args.top_p and real("--top-p", args.top_p, 1e-9, 1)}
     publisher = publisher_of(args)
     options["on_events"] = publisher and publisher.publish
     tiny_model(args)
@@ -138,8 +167,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         url = f"http://{host}:{sock.getsockname()[1]}"
         say(f"kvpool serve: loading {args.model} ...")
-        make, on_ready = partial(make_engine, args, options), partial(tell, args, url)
-        with log.to_stderr(args.log_level), wired(args.wired):
+        make, on_ready = partial(make_engine, args, options, settings, given, template), partial(tell, args, url)
+        with log.to_stderr(args.log), wired(args.wired):
             left = asyncio.run(process.serve(make, settings, sock, on_ready, grace))
         said, status = "the engine was lost" if left < 0 else f"stopped, {left} blocks in use", 1 if left else 0
     except OSError as exc:
@@ -220,13 +249,52 @@ def engine_options(args: argparse.Namespace, block_size: int) -> dict[str, Any]:
     }
 
 
-def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
+def template_options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the chat template that the command line has."""
+    try:
+        read = json.loads(args.chat_template_args or "{}")
+    except ValueError:
+        read = None
+    if not isinstance(read, dict):
+        raise CommandError(f"--chat-template-args {args.chat_template_args}: not an object of JSON")
+    return read
+
+
+def read_template(args: argparse.Namespace) -> str | None:
+    """Return the text of the chat template that the command line names."""
+    try:
+        return None if args.chat_template is None else Path(args.chat_template).read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise CommandError(f"--chat-template {args.chat_template}: {getattr(exc, 'strerror', 'is not text')}") from None
+
+
+def sampling_of(tokenizer: Any) -> dict[str, Any]:
+    """Return how its makers sample from a model: what generation_config.json says."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name, file = getattr(tokenizer, "name_or_path", ""), "generation_config.json"
+    path: Any = Path(name, file) if Path(name).is_dir() else name and try_to_load_from_cache(name, file)
+    try:
+        read = json.loads(Path(path).read_text())
+    except (OSError, TypeError, ValueError):
+        return {}
+    numbers = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: read[name] for name in numbers if type(read.get(name)) in (int, float)}
+
+
+def make_engine(
+    args: argparse.Namespace, options: dict[str, Any], settings: Settings, given: dict[str, Any], template: str | None
+) -> Engine:
     """Load the model and make its engine."""
     from kvpool.adapters.mlx_lm import Engine, loading
     from kvpool.adapters.mlx_lm.shapes import max_positions
     from kvpool.config import format_nbytes
 
     model, tokenizer = loading.load(args.model)
+    if template is not None:
+        tokenizer.chat_template = template
+    wanted = {name: one for name, one in given.items() if one is not None}
+    settings.defaults.update(sampling_of(tokenizer) | wanted)
     draft = load_draft_model(args, tokenizer)
     running, size = options["max_running"], options["block_size"]
     if options["num_blocks"] is None:
@@ -243,8 +311,9 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
 def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:
     """Print the address of the server and what it runs."""
     pool = engine.kv.pool
-    facts = {"url": url, "model": args.name or args.model, "route": engine.kv.route, "num_blocks": pool.num_blocks}
-    facts |= {"block_size": pool.block_size, "eviction": args.eviction, "bits": bits_of(args), "store": place_of(args)}
+    facts = {"url": url, "model": (args.name or [args.model])[0], "route": engine.kv.route}
+    facts |= {"num_blocks": pool.num_blocks, "block_size": pool.block_size, "eviction": args.eviction}
+    facts |= {"bits": bits_of(args), "store": place_of(args)}
     if args.json:
         say(json.dumps(facts), sys.stdout)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import uuid
@@ -16,6 +15,7 @@ from kvpool.serving.requests import Generation
 from kvpool.serving.speech import Manner, Reader
 
 Tokens = Sequence[TokenEvent] | None
+Event = tuple[str | None, Any]  # of a stream: its name, if it has one, and its data
 GOES_ON = {"finish_reason": None}
 FIELDS = {"thinking": "reasoning_content", "text": "content"}
 LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not have
@@ -74,6 +74,11 @@ class TextForm:
         Makes text of a token.
     echo : sequence of str
         What each choice begins with. Empty: nothing.
+
+    Attributes
+    ----------
+    scored : list
+        The tokens of that text for each choice, where their logprobs are wanted. The first has none.
     """
 
     prefix, whole, piece = "cmpl", "text_completion", "text_completion"
@@ -81,14 +86,19 @@ class TextForm:
     def __init__(self, decode: Callable[[int], str], echo: Sequence[str] = ()) -> None:
         self._decode, self._echo = decode, echo
         self._offsets: dict[int, int] = {}  # where the next token of a choice begins
+        self.scored: list[list[TokenEvent]] = []
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """Return what a stream begins with."""
-        return [self.delta(index, self._echo[index], None, None)] if self._echo else []
+        return [self.delta(index, self._echo[index], None, self._before(index, None))] if self._echo else []
 
     def choice(self, index: int, text: str, end: End, tokens: Tokens) -> dict[str, Any]:
         """Return a choice. `tokens` have the logprobs; None: it has none."""
-        return self.delta(index, self._echo[index] + text if self._echo else text, end, tokens)
+        return self.delta(index, self._echo[index] + text if self._echo else text, end, self._before(index, tokens))
+
+    def _before(self, index: int, tokens: Tokens) -> Tokens:
+        """Return the tokens of the prompt, if their logprobs are wanted, and these."""
+        return [*self.scored[index], *(tokens or ())] if self.scored else tokens
 
     def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> dict[str, Any]:
         """Return a piece of a choice."""
@@ -98,10 +108,11 @@ class TextForm:
     def _logprobs(self, index: int, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
         texts, begin = [self._decode(one.token) for one in tokens], self._offsets.get(index, 0)
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=begin)
+        known = [None if one.id is None else one for one in tokens]  # the first token of a prompt has no logprob
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(one.logprob) for one in tokens],
-            "top_logprobs": [self._likeliest(one.top) for one in tokens],
+            "token_logprobs": [one and _finite(one.logprob) for one in known],
+            "top_logprobs": [one and self._likeliest(one.top) for one in known],
             "text_offset": offsets,
         }
 
@@ -197,9 +208,9 @@ class Answer:
         Of all prompts.
     """
 
-    def __init__(
-        self, form: TextForm | ChatForm, model: str, body: Generation, prompt_tokens: int
-    ) -> None:
+    ping: Event = (None, None)  # of a stream that is silent: nothing but a comment
+
+    def __init__(self, form: TextForm | ChatForm, model: str, body: Generation, prompt_tokens: int) -> None:
         self.form, self.n, self.wants_usage, self.wants_logprobs = form, body.n, body.wants_usage, body.tops is not None
         self._body = body
         self._tokens: dict[tuple[int, int], list[TokenEvent]] = {}  # of each sample, if the request wants logprobs
@@ -207,31 +218,31 @@ class Answer:
         self._prompt_tokens = prompt_tokens
         self._head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def opening(self, prompts: int) -> bytes:
+    def opening(self, prompts: int) -> list[Event]:
         """Return what a stream begins with."""
-        return b"".join(self._event([choice]) for i in range(prompts * self.n) for choice in self.form.opening(i))
+        return [self._event([choice]) for i in range(prompts * self.n) for choice in self.form.opening(i)]
 
-    def piece(self, number: int, token: TokenEvent) -> bytes:
-        """Return the event of a token, nothing if it shows nothing."""
+    def piece(self, number: int, token: TokenEvent) -> list[Event]:
+        """Return the event of a token, none if it shows nothing."""
         if not token.text and token.finish_reason is None and not self.wants_logprobs:
-            return b""
+            return []
         index, tokens = self.n * number + token.index, None
         self._sent[index] = None if token.finish_reason else (self._sent.get(index) or 0) + len(token.text)
         if self.wants_logprobs:
             tokens = [token] if token.finish_reason != "eos" else []
         delta = self.form.delta(index, token.text, End.of_token(self._body, token), tokens)
         is_silent = tokens is None and token.finish_reason is None and delta.get("delta") == {}
-        return b"" if is_silent else self._event([delta])
+        return [] if is_silent else [self._event([delta])]
 
-    def closing(self, number: int, completion: Completion) -> bytes:
+    def closing(self, number: int, completion: Completion) -> list[Event]:
         """Return the last events of the samples whose last token came before they ended."""
         nothing: Tokens = [] if self.wants_logprobs else None
-        events = b""
+        events = []
         for sample in completion.samples:
             index = self.n * number + sample.output.index
             if (sent := self._sent.get(index, 0)) is not None:
                 end = End.of_sample(self._body, sample)
-                events += self._event([self.form.delta(index, sample.text[sent:], end, nothing)])
+                events.append(self._event([self.form.delta(index, sample.text[sent:], end, nothing)]))
         return events
 
     def hear(self, number: int, token: TokenEvent) -> None:
@@ -239,8 +250,9 @@ class Answer:
         if token.finish_reason != "eos":
             self._tokens.setdefault((number, token.index), []).append(token)
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event({**self._head, "object": self.form.piece, "choices": choices, **more})
+    def _event(self, choices: list[dict[str, Any]]) -> Event:
+        usage = {"usage": None} if self.wants_usage else {}
+        return None, {**self._head, "object": self.form.piece, "choices": choices, **usage}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer as one object. `completions` are those of the prompts, in order."""
@@ -261,13 +273,14 @@ class Answer:
         ]
         return {**self._head, "object": self.form.whole, "choices": choices, "usage": self.usage(completions)}
 
-    def ending(self, completions: Sequence[Completion]) -> bytes:
+    def ending(self, completions: Sequence[Completion]) -> list[Event]:
         """Return what a stream ends with."""
-        return (self._event([], usage=self.usage(completions)) if self.wants_usage else b"") + DONE
+        last = [(None, self._event([])[1] | {"usage": self.usage(completions)})] if self.wants_usage else []
+        return [*last, (None, "[DONE]")]
 
-    def failure(self, message: str) -> bytes:
+    def failure(self, message: str) -> list[Event]:
         """Return the event of a stream that ends with an error."""
-        return event(refusal(500, message))
+        return [(None, refusal(500, message))]
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return how many tokens were in the prompts, were generated, and were found in the prefix cache."""
@@ -287,11 +300,6 @@ def refusal(status: int, message: str, param: str | None = None, code: str | Non
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def event(value: Any) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
-
-
 def _best(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
     """Return so many samples, those with the highest mean logprob first if there are more."""
     if len(samples) == count:
@@ -302,6 +310,3 @@ def _best(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
 def _finite(logprob: float) -> float:
     """Return a logprob that JSON can hold. NaN is none: the engine gives no such token."""
     return LEAST if logprob == -math.inf else logprob
-
-
-DONE = b"data: [DONE]\n\n"

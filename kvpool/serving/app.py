@@ -9,37 +9,58 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
+from asgi_correlation_id import CorrelationIdMiddleware, correlation_id
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from kvpool.adapters.mlx_lm.chat import speller
-from kvpool.adapters.mlx_lm.engine import Completion
+from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
 from kvpool.adapters.mlx_lm.grammar import Grammar, Trial
 from kvpool.errors import RequestRejected
 from kvpool.serving import messages
-from kvpool.serving.answers import Answer, ChatForm, TextForm, refusal
+from kvpool.serving.answers import Answer, ChatForm, Event, TextForm, refusal
+from kvpool.serving.blocks import BlockAnswer
 from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
 from kvpool.serving.metrics import ServerMetrics
-from kvpool.serving.requests import ChatRequest, CompletionRequest, Form, Generation, Refused, parse
-from kvpool.serving.runner import DeadlinePassed, EngineFailed, Run, Runner
+from kvpool.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Form,
+    Generation,
+    Refused,
+    TokenizeRequest,
+    parse,
+)
+from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
+from kvpool.serving.runner import DeadlinePassed, EngineFailed, Run, Runner, blocks_by_tenant
+from kvpool.serving.scores import Given, first_of
 from kvpool.serving.speech import Manner
 from kvpool.serving.texts import Processes, Threads, most_bytes, shared
 
 T = TypeVar("T")
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+PAGE = Path(__file__).with_name("page.html")
+PING_SECONDS = 10  # between two comments in a stream: a prompt may be read for minutes, and proxies cut what is silent
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"  # of the page
 LONGEST_PATH = 200  # bytes of a path in the log
 LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
 REJECTED = {"queue_full": 429, "deadline": 504}
-POLLED = {"/health", "/ready", "/metrics"}  # a line for each would hide the others
+POLLED = {"/health", "/ready", "/metrics", "/status"}  # a line for each would hide the others
 _log = logging.getLogger(__name__)
 TWO_LENGTHS = {b"content-length", b"transfer-encoding"}  # RFC 9112, 6.3: after both, the connection is closed
 BODY_SECONDS = 30  # for a client to send its body
@@ -47,6 +68,11 @@ LONG = 2**16  # bytes of a body that is read in a thread, and of a text that bec
 LOGPROBS = 2**18  # of an answer that is sent as a whole
 AT_A_TIME = 2  # calls of one kind, such as to tokenize long texts; if there are several tenants, one less of each
 FORMED = 8  # samples of a request with a grammar: a token of each may take milliseconds, and others wait
+FILLS = (  # marks of models that fill a gap: before the text, before what follows it, before the answer
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<\u2581PRE>", "<\u2581SUF>", "<\u2581MID>"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +81,8 @@ class Settings:
 
     Attributes
     ----------
-    model : str
-        The name that clients use.
+    names : tuple of str
+        The names that clients use for the model.
     hosts : frozenset of str
         Names that ``Host`` may have, in lower case and without a port. Others are refused: the request may come from
         a web page that has another name for this address.
@@ -70,15 +96,33 @@ class Settings:
         Requests that are answered at a time. One more that has a body gets status 503.
     max_body : int
         Bytes of a body, at most.
+    origins : tuple of str
+        Web pages that may ask the server from a browser. ``*``: all.
+    is_strict : bool
+        Whether unknown fields are refused.
+    has_page : bool
+        Whether there is a page for people.
+    defaults : dict
+        Of fields that a request leaves out. They may be set until the server starts.
+    evicts : bool
+        Whether sequences may be longer than the pool.
+    template_options : mapping
+        Options of the chat template, if a request does not have others.
     """
 
-    model: str
+    names: tuple[str, ...]
     hosts: frozenset[str]
     keys: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     max_tokens: int = 512
     max_connections: int = 1024
     max_body: int = 4 * 2**20
+    origins: tuple[str, ...] = ()
+    is_strict: bool = False
+    has_page: bool = True
+    defaults: dict[str, Any] = field(default_factory=dict)
+    evicts: bool = False
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Service:
@@ -96,6 +140,10 @@ class Service:
         Whether new requests are refused because the server stops.
     active : int
         Requests that are not answered yet, from their first line to the end of the answer.
+    ids : set of str
+        Of these requests.
+    peers : Counter
+        The same by the address of their client, each of which is a connection.
     """
 
     def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
@@ -115,51 +163,91 @@ class Service:
         if made is not None:
             self._processes = Processes(made, tokenizer.split_special_tokens, AT_A_TIME, apart, weights)
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
+        pool, is_known = runner.engine.kv.pool, not settings.evicts and len(runner.engine.kv.pool.options.groups) < 2
+        self._room = 1 + (pool.num_blocks - pool.stats().reserved) * pool.block_size if is_known else math.inf  # tokens
         self.is_draining = False
         self.active = 0
-        self._routes = [
-            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
-            Route("/v1/messages", self._guarded(self.messages), methods=["POST"]),
-            Route("/v1/messages/count_tokens", self._guarded(self.count_tokens), methods=["POST"]),
-            Route("/v1/models", self._guarded(self.models)),
-            Route("/metrics", self._guarded(self.statistics)),
-            Route("/health", self._guarded(self.health, needs_key=False)),
-            Route("/ready", self._guarded(self.ready, needs_key=False)),
-        ]
-        self._app = Starlette(
-            routes=self._routes,
-            exception_handlers={Refused: _refusal, HTTPException: _wrong_path, Exception: _failure},
+        self.ids: set[str] = set()
+        self.peers: Counter[Any] = Counter()
+        posts: dict[str, Endpoint] = {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat,
+            "/v1/responses": self.responses,
+            "/v1/messages": self.messages,
+            "/v1/messages/count_tokens": self.count_tokens,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
+        gets: dict[str, Endpoint] = {
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.one_model,
+            "/metrics": self.statistics,
+            "/status": self.status,
+        }
+        free: dict[str, Endpoint] = {"/health": self.health, "/ready": self.ready}
+        free |= {"/": self.page} if settings.has_page else {}
+        routes = [Route(path, self._guarded(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route(path, self._guarded(endpoint)) for path, endpoint in gets.items()]
+        routes += [Route(path, self._guarded(endpoint, needs_key=False)) for path, endpoint in free.items()]
+        self._paths = posts.keys() | gets.keys() | free.keys()
+        starlette = Starlette(
+            routes=routes, exception_handlers={Refused: _refusal, HTTPException: _wrong_path, Exception: _failure}
         )
-
-        self._app.router.redirect_slashes = False  # to where the client's Host says
+        starlette.router.redirect_slashes = False  # to where the client's Host says
+        app: Any = starlette
+        if settings.origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=settings.origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "x-ignored-fields"],
+            )
+        self._app = CorrelationIdMiddleware(
+            app, generator=lambda: f"req_{uuid4().hex}", validator=lambda text: text.isprintable() and len(text) <= 128
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, count the answer and log it."""
-        status, began = 0, time.monotonic()
+        status, began, state, peer = 0, time.monotonic(), scope.setdefault("state", {}), scope["client"]
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                known = any(scope["path"] == route.path for route in self._routes)
-                self._metrics.answered(scope["path"] if known else "other", status)
+                self._metrics.answered(scope["path"] if scope["path"] in self._paths else "other", status)
+                more = [(b"request-id", (correlation_id.get() or "").encode())]  # as Anthropic calls it
+                if ignored := state.get("ignored"):
+                    more.append((b"x-ignored-fields", ", ".join(ignored)[:LONGEST_PATH].encode()))
+                headers = [*message["headers"], *more]
                 if {name for name, _ in scope["headers"]} >= TWO_LENGTHS:  # a proxy may see another request behind it
-                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+                    headers = [pair for pair in headers if pair[0] != b"connection"] + [(b"connection", b"close")]
+                message = {**message, "headers": headers}
             await send(message)
 
         self.active += 1
+        self.peers[peer] += 1
         try:
             await self._app(scope, receive, counted)
         except asyncio.CancelledError:  # uvicorn waits no longer
             if not status:
-                await _error(503, "the server stops")(scope, receive, counted)
+                await _error(scope, 503, "the server stops")(scope, receive, counted)
         finally:
             self.active -= 1
+            self.ids.discard(correlation_id.get() or "")
+            self.peers[peer] -= 1
+            self.peers += Counter()  # without those that have none
             if status != 200 or scope["path"] not in POLLED:
-                path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
-                said, seconds = status or "no answer", time.monotonic() - began
-                _log.info("%s %s %s, %.3f s", scope["method"], path, said, seconds)
+                self._note(scope, status, time.monotonic() - began)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        """Log an answer."""
+        state = scope["state"]
+        path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
+        told = {"id": correlation_id.get(), "tenant": state.get("tenant"), "status": status or "no answer"}
+        told |= {} if "run" not in state else state["run"].told
+        told |= {"total": round(seconds, 3), "ignored": state.get("ignored"), "error": state.get("error")}
+        _log.info("%s %s", scope["method"], path, extra={"told": told})
 
     async def close(self) -> None:
         """End the processes that tokenize."""
@@ -177,11 +265,19 @@ class Service:
         prompts: list[Sequence[int]] = []
         echo = []
         for one in body.prompt:
-            prompts.append(await self._tokens(request, one) if isinstance(one, str) else one)
+            if isinstance(one, str) and body.suffix is not None:
+                prompts.append(await self._around_gap(request, one, body.suffix))
+            else:
+                prompts.append(await self._tokens(request, one) if isinstance(one, str) else one)
             if body.echo:
                 text = one if isinstance(one, str) else await self._aside(request, self._short, len(one), decode, one)
                 echo += [text] * body.n
-        answer = Answer(TextForm(self._decode, echo), self._settings.model, body, sum(map(len, prompts)))
+        form = TextForm(self._decode, echo)
+        answer = Answer(form, self._named(body), body, sum(map(len, prompts)))
+        if body.scores:
+            completions = await self._score(request, body, form, prompts)
+            if not body.most:
+                return Response(json.dumps(answer.whole(completions), allow_nan=False), media_type="application/json")
         return await self._answer(request, body, answer, prompts, Manner())
 
     async def chat(self, request: Request) -> Response:
@@ -189,34 +285,81 @@ class Service:
         body = await self._read(ChatRequest, request)
         prompt = await self._templated(request, body)
         manner = self._manner(body, prompt)
-        answer = Answer(ChatForm(self._decode, self._spell, manner), self._settings.model, body, len(prompt))
+        answer = Answer(ChatForm(self._decode, self._spell, manner), self._named(body), body, len(prompt))
         return await self._answer(request, body, answer, [prompt], manner)
+
+    async def responses(self, request: Request) -> Response:
+        """``POST /v1/responses``."""
+        asked = await self._read(ResponsesRequest, request)
+        return await self._in_blocks(request, asked.chat, partial(ResponseAnswer, asked), asked)
 
     async def messages(self, request: Request) -> Response:
         """``POST /v1/messages``."""
-        body = (await self._read(MessagesRequest, request)).chat
+        asked = await self._read(MessagesRequest, request)
+        return await self._in_blocks(request, asked.chat, MessageAnswer, asked)
+
+    async def _in_blocks(
+        self, request: Request, body: ChatRequest, form: Callable[..., BlockAnswer], asked: Any
+    ) -> Response:
         prompt = await self._templated(request, body)
         manner = self._manner(body, prompt)
-        answer = MessageAnswer(self._settings.model, body, len(prompt), manner)
-        return await self._answer(request, body, answer, [prompt], manner)
+        return await self._answer(request, body, form(self._named(asked), body, len(prompt), manner), [prompt], manner)
 
     async def count_tokens(self, request: Request) -> Response:
         """``POST /v1/messages/count_tokens``."""
-        prompt = await self._templated(request, (await self._read(CountRequest, request)).chat, counts=True)
-        return JSONResponse({"input_tokens": len(prompt)})
+        body = (await self._read(CountRequest, request)).chat
+        return JSONResponse({"input_tokens": len(await self._templated(request, body, counts=True))})
+
+    async def tokenize(self, request: Request) -> Response:
+        """``POST /tokenize``, as vLLM has it."""
+        body = await self._read(TokenizeRequest, request)
+        tokens = [int(token) for token in await self._tokens(request, body.prompt, special=body.add_special_tokens)]
+        most = self._runner.engine.max_model_len
+        return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        """``POST /detokenize``, as vLLM has it."""
+        tokens, decode = (await self._read(DetokenizeRequest, request)).tokens, self._runner.engine.tokenizer.decode
+        return JSONResponse({"prompt": await self._aside(request, self._short, len(tokens), decode, tokens)})
+
+    def _model(self, name: str) -> dict[str, Any]:
+        """Return a name of the model in the forms of both APIs."""
+        most = self._runner.engine.max_model_len
+        told = {"id": name, "object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": most}
+        other = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", "max_input_tokens": most}
+        return told | other
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        one = {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "kvpool"}
-        return JSONResponse({"object": "list", "data": [one]})
+        names = self._settings.names
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": list(map(self._model, names)), **ends})
+
+    async def one_model(self, request: Request) -> Response:
+        """``GET /v1/models/NAME``."""
+        self._check_name(name := request.path_params["name"])
+        return JSONResponse(self._model(name))
+
+    async def page(self, request: Request) -> Response:
+        """``GET /``: a page for people."""
+        return Response(PAGE.read_bytes(), media_type="text/html", headers={"Content-Security-Policy": POLICY})
+
+    async def status(self, request: Request) -> Response:
+        """``GET /status``: what the page shows."""
+        engine, now = self._runner.engine, self._runner.engine.scheduler.stats()
+        told = {"model": self._settings.names, "max_model_len": engine.max_model_len, "route": engine.kv.route}
+        told |= {"running": now.prefilling + now.decoding, "waiting": now.waiting, "sampled": now.sampled_tokens}
+        told |= {"prompts": now.hit_tokens + now.prefill_tokens, "found": now.hit_tokens}
+        return JSONResponse(told | await self._runner.ask(blocks_by_tenant))
 
     async def health(self, request: Request) -> Response:
         """``GET /health``: 200 while the engine lives."""
-        return JSONResponse({"status": "ok"}) if self._runner.failure is None else _error(503, "the engine is lost")
+        lost = self._runner.failure is not None
+        return _error(request.scope, 503, "the engine is lost") if lost else JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """``GET /ready``: 200 while new requests are served."""
-        return _error(503, "the server stops") if self.is_draining else await self.health(request)
+        return _error(request.scope, 503, "the server stops") if self.is_draining else await self.health(request)
 
     async def statistics(self, request: Request) -> Response:
         """``GET /metrics``."""
@@ -225,12 +368,11 @@ class Service:
 
     # ------------------------------------------------------------------------------------------- a request comes in
 
-    def _guarded(
-        self, endpoint: Callable[[Request], Coroutine[Any, Any, Response]], needs_key: bool = True
-    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def _guarded(self, endpoint: Endpoint, needs_key: bool = True) -> Endpoint:
         """Return the endpoint with checks of ``Host`` and of the key before it."""
 
         async def guarded(request: Request) -> Response:
+            self.ids.add(correlation_id.get() or "")
             host = request.headers.get("host", "")
             name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
             if name.lower() not in self._settings.hosts:
@@ -273,10 +415,21 @@ class Service:
         except TimeoutError:
             raise Refused(408, f"the body took longer than {BODY_SECONDS} seconds") from None
         data, request.state.size = b"".join(chunks), size
-        body = await self._aside(request, self._short, size, parse, form, data) if size > LONG else parse(form, data)
-        if body.model not in (None, self._settings.model):
-            raise Refused(404, f"model: this server has {self._settings.model}", "model", "model_not_found")
+        call = partial(parse, defaults=self._settings.defaults, is_strict=self._settings.is_strict)
+        read = await self._aside(request, self._short, size, call, form, data) if size > LONG else call(form, data)
+        body, request.state.ignored = read
+        if body.model is not None:
+            self._check_name(body.model)
         return body
+
+    def _check_name(self, name: str) -> None:
+        names = self._settings.names
+        if name not in names:
+            raise Refused(404, f"model: this server has {', '.join(names)}", "model", "model_not_found")
+
+    def _named(self, body: Any) -> str:
+        """Return the name of the model that a request has used."""
+        return body.model or self._settings.names[0]
 
     async def _aside(self, request: Request, place: Threads | Processes, cost: float, *call: Any) -> Any:
         """Run what may take long outside the event loop. `cost` counts as what its tenant got, see `Turns`."""
@@ -306,6 +459,16 @@ class Service:
         call = encode if special else partial(encode, add_special_tokens=False)
         return list(await self._aside(request, place, len(text), call, text))
 
+    async def _around_gap(self, request: Request, before: str, after: str) -> Sequence[int]:
+        """Return the tokens of a prompt whose answer is to stand between two texts."""
+        vocab = self._runner.engine.tokenizer.get_vocab()
+        marks = next((marks for marks in FILLS if vocab.keys() >= set(marks)), None)
+        if marks is None:
+            raise Refused(400, "suffix: the tokenizer of this model has no marks to fill a gap", "suffix")
+        opens, closes, fills = (vocab[mark] for mark in marks)
+        texts = [await self._tokens(request, text, special=False) for text in (before, after)]
+        return [opens, *texts[0], closes, *texts[1], fills]
+
     def _fewest(self, prompt: str | list[int]) -> int:
         """Return how many tokens a prompt has at least, without tokenizing it."""
         if isinstance(prompt, list):
@@ -326,7 +489,9 @@ class Service:
         if options.get("tools") and not body.by_grammar and not tokenizer.has_tool_calling:
             text = "tools: this model does not mark its calls; tool_choice must force one, or the output be structured"
             raise Refused(400, text, "tools")
-        template = partial(tokenizer.apply_chat_template, body.conversation, add_generation_prompt=True, **options)
+        begins = body.add_generation_prompt and not body.continue_final_message
+        options = {"add_generation_prompt": begins, **self._settings.template_options, **options}
+        template = partial(tokenizer.apply_chat_template, body.conversation, **options)
         size, is_long = request.state.size, request.state.size > LONG
         if not is_long or self._processes is None:
             return list(await self._aside(request, self._long if is_long else self._short, size, template))
@@ -372,20 +537,16 @@ class Service:
         self,
         request: Request,
         body: Generation,
-        answer: Answer | MessageAnswer,
+        answer: Answer | BlockAnswer,
         prompts: list[Sequence[int]],
         manner: Manner,
     ) -> Response:
-        engine = self._runner.engine
-        longest, room = max(map(len, prompts)), engine.max_model_len
-        places = engine.scheduler.places(request.state.tenant)
+        engine, state = self._runner.engine, request.state
+        places = engine.scheduler.places(state.tenant)
         if places is not None and len(prompts) > places:
             text = f"prompt: {len(prompts)} prompts in one request; at most {places} requests of this tenant may wait"
             raise Refused(400, text, "prompt")
-        self._check_room(longest)
-        most = body.most
-        if most is None:
-            most = self._settings.max_tokens if room is None else min(self._settings.max_tokens, room - longest)
+        most = self._fitting(body, max(map(len, prompts)))
         if body.min_tokens > most:
             raise Refused(400, f"min_tokens is {body.min_tokens}, more than max_tokens ({most})", "min_tokens")
         if body.tops is not None and not body.stream:
@@ -393,7 +554,7 @@ class Service:
             if told > LOGPROBS:
                 text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}; stream the answer to get more"
                 raise Refused(400, text, "logprobs")
-        eos, state = tuple(engine.tokenizer.eos_token_ids), request.state
+        eos = tuple(engine.tokenizer.eos_token_ids)
         body.keep_ends(eos)
         options = body.options(eos, state.tenant, state.began) | {"max_tokens": most}
         options["stop"] = [*body.stops, *manner.stops]
@@ -401,67 +562,110 @@ class Service:
             options["grammar"] = await self._grammar(request, body, forms, len(prompts) * body.width, manner)
         if body.xtc_probability:
             options["xtc_special_tokens"] = (*self._newline, *engine.tokenizer.eos_token_ids)
-        run = self._runner.run(prompts, body.stream or body.tops is not None, options)
+        state.run = run = self._runner.run(prompts, body.stream or body.tops is not None, options)
         if body.stream:
-            return EventStream(run, answer)
+            return Stream(run, answer)
         return await _unless_gone(request.receive, _whole(run, answer))
 
+    def _fitting(self, body: Generation, longest: int) -> int:
+        """Return how many tokens an answer may have: what the request wants, or what fits behind its prompt."""
+        self._check_room(longest)
+        most = self._settings.max_tokens if body.most is None else body.most
+        room = min(self._room, self._runner.engine.max_model_len or math.inf)
+        return int(max(1, min(most, room - longest)))
 
-class EventStream(Response):
+    async def _score(
+        self, request: Request, body: CompletionRequest, form: TextForm, prompts: list[Sequence[int]]
+    ) -> list[Completion]:
+        """Have the engine say each prompt, and keep the logprobs of its tokens. Return what it said, as no tokens."""
+        if body.stream and not body.most:
+            raise Refused(400, "stream: a prompt that is only scored is not streamed", "stream")
+        state, completions, grammars = request.state, [], self._runner.engine.grammars
+        options = body.options((), state.tenant, state.began) | {"n": 1, "eos": (), "min_tokens": 0}
+        for prompt in prompts:
+            self._check_room(len(prompt))
+            own = {"max_tokens": max(1, len(prompt) - 1), "grammar": Given(prompt[1:], grammars)}
+            state.run = run = self._runner.run([prompt[:1]], True, options | own)
+            heard, completion = await _unless_gone(request.receive, _heard(run))
+            form.scored += [[first_of(prompt), *heard[: len(prompt) - 1]]] * body.n
+            (sample,) = completion.samples
+            none = replace(sample, tokens=sample.tokens[:0], text="", finish_reason="length")
+            completions.append(replace(completion, samples=(none,) * body.n))
+        return completions
+
+
+class Stream(EventSourceResponse):
     """The answer to a run, sent in pieces as they come. If the client hangs up, the run is cancelled."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, run: Run, answer: Answer | MessageAnswer) -> None:
-        super().__init__(headers={"Cache-Control": "no-store"})
-        del self.headers["content-length"]
+    def __init__(self, run: Run, answer: Answer | BlockAnswer) -> None:
+        super().__init__(self._pieces(), sep="\n", ping=PING_SECONDS, ping_message_factory=self._sign)
         self._run, self._answer = run, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer. Raise an error that comes before the first byte; send a later one as an event."""
-        with suppress(ClientDisconnect):
-            await _unless_gone(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        answer, completions = self._answer, {}
-
-        async def write(body: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
         with _refusals():
-            async with self._run as run:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await write(answer.opening(len(run.prompts)))
-                try:
-                    async for number, item in run:
-                        if isinstance(item, Completion):
-                            completions[number] = item
-                            await write(answer.closing(number, item))
-                        else:
-                            await write(answer.piece(number, item))
-                except EngineFailed as error:
-                    _log.warning("a stream ends early: %s", error)
-                    await write(answer.failure(str(error)), more=False)
-                    return
-        await write(answer.ending(list(completions.values())), more=False)
+            await self._run.begin()
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._run.end()
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        answer, completions = self._answer, {}
+        yield _encoded(answer.opening(len(self._run.prompts)))
+        try:
+            async for number, item in self._run:
+                if isinstance(item, Completion):
+                    completions[number] = item
+                events = answer.closing(number, item) if isinstance(item, Completion) else answer.piece(number, item)
+                if events:
+                    yield _encoded(events)
+        except EngineFailed as error:
+            _log.warning("a stream ends early: %s", error)
+            yield _encoded(answer.failure(str(error)))
+            return
+        yield _encoded(answer.ending(list(completions.values())))
+
+    def _sign(self) -> ServerSentEvent:
+        """Return a comment, while a prompt is read with how far that is; or what this API has instead."""
+        read, known = self._run.look(), sum(map(len, self._run.prompts))
+        comment = f"{read} of {known} prompt tokens are read" if read < known else "the answer goes on"
+        event, data = self._answer.ping
+        return ServerSentEvent(data, event=event, comment=comment, sep="\n")
 
 
-async def _whole(run: Run, answer: Answer | MessageAnswer) -> Response:
+def _encoded(events: list[Event]) -> bytes:
+    """Return server-sent events as bytes."""
+    told = [(name, data if isinstance(data, str) else _json(data)) for name, data in events]
+    return b"".join([ServerSentEvent(data, event=name, sep="\n").encode() for name, data in told])
+
+
+def _json(data: Any) -> str:
+    """Return JSON in ASCII: a model may escape half of a character."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+
+
+async def _whole(run: Run, answer: Answer | BlockAnswer) -> Response:
     """Return the answer to a run, once it is over."""
+    completions: dict[int, Completion] = {}
     with _refusals():
         async with run:
-            completions = {}
             async for number, item in run:
                 if isinstance(item, Completion):
                     completions[number] = item
                 else:
                     answer.hear(number, item)
     ended = [completions[number] for number in sorted(completions)]
+    text = await asyncio.to_thread(lambda: _json(answer.whole(ended)))  # it may be long
+    return Response(text, media_type="application/json")
 
-    def told() -> str:  # in ASCII: a model may escape half of a character
-        return json.dumps(answer.whole(ended), allow_nan=False, separators=(",", ":"))
 
-    return Response(await asyncio.to_thread(told), media_type="application/json")  # it may be long
+async def _heard(run: Run) -> tuple[list[TokenEvent], Completion]:
+    """Return the tokens of a run of one prompt, and how it ended."""
+    with _refusals():
+        async with run:
+            heard = [item async for _, item in run]
+    return [item for item in heard if isinstance(item, TokenEvent)], run.completions[0]
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -503,25 +707,28 @@ def _plain(error: Exception) -> str:
     return str(error).partition("] ")[2] or str(error)
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    return _told(refusal(status, message), status)
+def _error(scope: Scope, status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
+    """Return an error in the form of the API that the path belongs to."""
+    is_anthropic = scope["path"].startswith("/v1/messages")
+    scope["state"]["error"] = code or message
+    told = messages.refusal(status, message) if is_anthropic else refusal(status, message, param, code)
+    return JSONResponse(told, status)
 
 
 async def _wrong_path(request: Request, error: Any) -> JSONResponse:
     """Answer in the event loop, as the next two do: starlette would start a thread for a plain function."""
-    return _error(error.status_code, error.detail)
+    text = "there is no such path: docs/serving.md lists them" if error.status_code == 404 else error.detail
+    found = _error(request.scope, error.status_code, text)
+    found.headers.update(error.headers or {})  # Allow, with 405
+    return found
 
 
 async def _failure(request: Request, error: Exception) -> JSONResponse:
-    return _error(500, f"the server failed: {type(error).__name__}")
+    return _error(request.scope, 500, f"the server failed: {type(error).__name__}")
 
 
 async def _refusal(request: Request, error: Any) -> JSONResponse:
-    if request.url.path.startswith("/v1/messages"):
-        return _told(messages.refusal(error.status, error.message), error.status, error.wait)
-    return _told(refusal(error.status, error.message, error.param, error.code), error.status, error.wait)
-
-
-def _told(body: dict[str, Any], status: int, wait: float = 0) -> JSONResponse:
-    seconds = max(1, min(LONGEST_WAIT, math.ceil(wait)))
-    return JSONResponse(body, status, {"Retry-After": str(seconds)} if status in (429, 503) else None)
+    found = _error(request.scope, error.status, error.message, error.param, error.code)
+    if error.status in (429, 503):
+        found.headers["Retry-After"] = str(max(1, min(LONGEST_WAIT, math.ceil(error.wait))))
+    return found

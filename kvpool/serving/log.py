@@ -3,48 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import queue
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
+from typing import Any
 
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.groups import arenas_of
 from kvpool.scheduler.request import SchedulerStats
 
-LEVELS = {"info": logging.INFO, "warning": logging.WARNING}
+FORMS = ("text", "json", "off")
 MOST_LINES = 1024  # that wait for stderr; more are dropped
 LAST_SECONDS = 1.0  # for the last lines
 SECONDS = 10.0  # between two lines of `report`
 _log = logging.getLogger(__name__)
 
 
+class Formatter(logging.Formatter):
+    """Makes a line of a record, as text or JSON. Its fields are those of `told` that are not null or empty."""
+
+    def __init__(self, is_json: bool) -> None:
+        super().__init__("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
+        self._is_json = is_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        told = {name: value for name, value in getattr(record, "told", {}).items() if value not in (None, [])}
+        if not self._is_json:
+            return " ".join([super().format(record), *(f"{name}={_word(value)}" for name, value in told.items())])
+        head = {"time": self.formatTime(record, self.datefmt), "level": record.levelname.lower()}
+        return json.dumps(head | {"message": record.getMessage()} | told)
+
+
+def _word(value: Any) -> str:
+    text = ",".join(value) if isinstance(value, list) else str(value)
+    return text if re.fullmatch(r"[\w.,:/+-]+", text, re.ASCII) else json.dumps(text)
+
+
 @contextmanager
-def to_stderr(level: str) -> Iterator[None]:
-    """Write the log of the package to stderr, from a thread: a server works on if nobody reads it."""
+def to_stderr(form: str) -> Iterator[None]:
+    """Write the log of the package and of uvicorn to stderr, from a thread: a server works on if nobody reads it.
+
+    Parameters
+    ----------
+    form : {"text", "json", "off"}
+        Off: failures alone, as text.
+    """
     lines: queue.Queue[logging.LogRecord] = queue.Queue(MOST_LINES)
     writer = logging.StreamHandler()
-    writer.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-    handler, package = QueueHandler(lines), logging.getLogger("kvpool")
-    before = package.level, package.propagate, logging.raiseExceptions
+    writer.setFormatter(Formatter(form == "json"))
+    handler, loggers = QueueHandler(lines), [logging.getLogger(name) for name in ("kvpool", "uvicorn")]
+    before = [(one.level, one.propagate) for one in loggers], logging.raiseExceptions
     logging.raiseExceptions = False  # of a full queue, and of a reader who is gone
     listener = QueueListener(lines, writer)
     listener.start()
-    package.addHandler(handler)
-    package.setLevel(LEVELS[level])
-    package.propagate = False
+    for one in loggers:
+        one.addHandler(handler)
+        one.setLevel(logging.WARNING if form == "off" or one.name == "uvicorn" else logging.INFO)
+        one.propagate = False
     try:
         yield
     finally:
-        package.removeHandler(handler)
         end = time.monotonic() + LAST_SECONDS
         while lines.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.01)
         if not lines.unfinished_tasks:
             listener.stop()
-        package.level, package.propagate, logging.raiseExceptions = before
+        for one, (level, propagate) in zip(loggers, before[0], strict=True):
+            one.removeHandler(handler)
+            one.level, one.propagate = level, propagate
+        logging.raiseExceptions = before[1]
 
 
 async def report(engine: Engine, now: Callable[[], float] = time.monotonic) -> None:

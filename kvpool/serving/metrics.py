@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpool.adapters.mlx_lm.engine import Completion, Engine
@@ -14,21 +15,46 @@ from kvpool.metrics import Collector
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
 
 
+THEIRS: dict[str, Callable[[Any], float]] = {  # of vLLM: statistics of the scheduler with the same meaning
+    "vllm:num_requests_running": lambda now: now.prefilling + now.decoding,
+    "vllm:num_requests_waiting": lambda now: now.waiting,
+    "vllm:num_preemptions": lambda now: now.preemptions,
+    "vllm:prompt_tokens": lambda now: now.prefill_tokens - now.recomputed_tokens + now.hit_tokens,
+    "vllm:generation_tokens": lambda now: now.sampled_tokens,
+    "vllm:prefix_cache_queries": lambda now: now.prefill_tokens - now.recomputed_tokens + now.hit_tokens,
+    "vllm:prefix_cache_hits": lambda now: now.hit_tokens,
+}
+
+
 class ServerMetrics:
-    """The statistics of a server. Cancelled requests do not count in the times."""
+    """The statistics of a server, some by the names of vLLM, too. Cancelled requests do not count in the times."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._queued = self._histogram("queue", "From the arrival of a request to its first blocks.")
-        self._first = self._histogram("time_to_first_token", "From the arrival of a request to its first token.")
-        self._between = self._histogram("time_per_output_token", "Mean time between two tokens of a sample.")
-        self._whole = self._histogram("request", "From the arrival of a request to the end of a sample.")
+        self._queued = self._times("queue", "request_queue_time", "From the arrival of a request to its first blocks.")
+        self._first = self._times(
+            "time_to_first_token", "time_to_first_token", "From the arrival of a request to its first token."
+        )
+        self._between = self._times(
+            "time_per_output_token", "request_time_per_output_token", "Mean time between two tokens of a sample."
+        )
+        self._whole = self._times(
+            "request", "e2e_request_latency", "From the arrival of a request to the end of a sample."
+        )
         self._answers = Counter(
             "kvpool_http_answers", "Answers, by path and status.", ("path", "status"), registry=self._registry
         )
 
-    def _histogram(self, name: str, help: str) -> Histogram:
-        return Histogram(f"kvpool_{name}_seconds", help, buckets=SECONDS, registry=self._registry)
+    def _times(self, ours: str, theirs: str, help: str) -> Callable[[float], None]:
+        """Return what notes a time, by both names."""
+        names = f"kvpool_{ours}_seconds", f"vllm:{theirs}_seconds"
+        both = [Histogram(name, help, buckets=SECONDS, registry=self._registry) for name in names]
+
+        def note(seconds: float) -> None:
+            for one in both:
+                one.observe(seconds)
+
+        return note
 
     def watch(self, engine: Engine) -> None:
         """Add the statistics of an engine. After it failed, it has another scheduler."""
@@ -38,7 +64,12 @@ class ServerMetrics:
     def collect(self) -> Iterator[Any]:
         """Collect the metrics; the registry calls it."""
         engine = self._engine
-        return Collector(engine.kv.pool, engine.scheduler, engine.metrics).collect()
+        yield from Collector(engine.kv.pool, engine.scheduler, engine.metrics).collect()
+        stats, pool = engine.scheduler.stats(), engine.kv.pool.stats()
+        for name, value in THEIRS.items():
+            family = GaugeMetricFamily if "requests" in name else CounterMetricFamily
+            yield family(name, "See vLLM.", value(stats))
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "See vLLM.", pool.used / (pool.num_blocks - pool.reserved))
 
     def ended(self, completion: Completion) -> None:
         """Count a completion."""
@@ -46,11 +77,11 @@ class ServerMetrics:
             times = sample.output.times
             if sample.finish_reason == "cancelled" or times.admitted is None or times.first_token is None:
                 continue
-            self._queued.observe(times.admitted - times.arrived)
-            self._first.observe(times.first_token - times.arrived)
-            self._whole.observe(times.finished - times.arrived)
+            self._queued(times.admitted - times.arrived)
+            self._first(times.first_token - times.arrived)
+            self._whole(times.finished - times.arrived)
             if len(sample.tokens) > 1:
-                self._between.observe((times.finished - times.first_token) / (len(sample.tokens) - 1))
+                self._between((times.finished - times.first_token) / (len(sample.tokens) - 1))
 
     def answered(self, path: str, status: int) -> None:
         """Count an answer."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import ClassVar
 
 import uvicorn
 from h11 import LocalProtocolError
@@ -29,129 +30,83 @@ HEAD_SECONDS = 30  # for a client to send the first line and the headers of its 
 READ_SECONDS = 60  # in which a client reads something of its answer
 SPARE = 64  # connections beyond the limit, which idle or get 503; and files that the process has besides connections
 BACKLOG = 2048  # connections that the system keeps until they are accepted
-RETRY_SECONDS = 0.01  # until the next try to accept one, if the system has no file for it
-SAID_SECONDS = 60  # between two lines in the log that files are short
+LOOKS = 10  # at a connection in these seconds
 _log = logging.getLogger(__name__)
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection. It is closed if its client sends no request, or reads nothing of an answer, for too long.
+    """uvicorn's connection, closed if its client sends no request, or reads nothing of an answer, for too long.
 
-    The timer of uvicorn waits only between two requests, and any byte stops it.
+    uvicorn waits between two requests only, and any byte stops it. If there are too many connections, the one that has
+    idled longest makes room. It may be the new one: then all others are busy.
     """
 
-    _unread = 0  # bytes that the client had not read when this was last looked at
-    _reads: asyncio.TimerHandle | None = None
+    service: ClassVar[Service]
+    most: ClassVar[int]  # connections
+    all: ClassVar[dict[_Connection, None]]  # in the order in which they came
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # what is not read at once starts a timer
-        self.timeout_keep_alive_task = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
-
-    def idles_until(self) -> float:
-        """Return when the loop closes it because no request came. inf: a request is here, or its answer is not read."""
-        timer, transport = self.timeout_keep_alive_task, self.transport
-        if timer is None or transport.is_closing() or transport.get_write_buffer_size():
-            return math.inf
-        return timer.when()
+        self._line, self._peer = transport, transport.get_extra_info("peername")
+        self._unread, self._seen = 0, time.monotonic()  # bytes for the client; when it last was busy, or read some
+        self.all[self] = None
+        idle = [one for one in self.all if not one.is_busy]
+        if len(self.all) > self.most and idle:
+            min(idle, key=lambda one: one._seen)._line.abort()
 
     def data_received(self, data: bytes) -> None:
         try:
-            self.conn.receive_data(data)
-            self.handle_events()  # it stops the timer if a request begins
+            super().data_received(data)
         except LocalProtocolError:  # what came is not HTTP, and half of an answer is out: uvicorn sends another one
-            self.transport.abort()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unread = self.transport.get_write_buffer_size()
-        self._reads = self.loop.call_later(READ_SECONDS, self._look)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._reads is not None:
-            self._reads.cancel()
+            self._line.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()
-        if self._reads is not None:
-            self._reads.cancel()
+        self.all.pop(self, None)
 
-    def _look(self) -> None:
-        if self.transport.get_write_buffer_size() >= self._unread:
-            self.transport.abort()
-        else:
-            self.pause_writing()
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is here, or its answer is not read."""
+        return self.service.peers[self._peer] > 0 or self._line.get_write_buffer_size() > 0
+
+    def look(self, now: float) -> None:
+        """Close it if nothing has come for too long, or if nothing was read."""
+        left = self._line.get_write_buffer_size()
+        if left < self._unread or (not left and self.is_busy):
+            self._seen = now
+        self._unread = left
+        if now > self._seen + (READ_SECONDS if left else HEAD_SECONDS):
+            self._line.abort()
+
+
+async def _look_after() -> None:
+    """Look at all connections from time to time."""
+    while True:
+        await asyncio.sleep(min(READ_SECONDS, HEAD_SECONDS) / LOOKS)
+        now = time.monotonic()
+        for one in list(_Connection.all):
+            one.look(now)
+
+
+class _NotHttp(logging.Handler):
+    """Counts requests that are not HTTP: uvicorn answers them itself, and logs a line."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count one."""
+        if record.getMessage().startswith("Invalid HTTP"):
+            self._metrics.answered("invalid", 400)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, but `serve` has the signals, and clients come in by `_accept`.
-
-    If there are too many connections or too few files, the connection that idles longest makes room. It may be the new
-    one: then all others are busy.
-    """
-
-    def __init__(self, service: Service, connections: int) -> None:
-        config = uvicorn.Config(
-            service,
-            http=_Connection,
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=HEAD_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-        super().__init__(config)
-        self._most = connections + SPARE
-        self._said = -math.inf
+    """uvicorn's server, but `serve` has the signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])
-        self._accepting = [asyncio.create_task(self._accept(one)) for one in sockets or ()]
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for task in self._accepting:
-            task.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
-        await super().shutdown(sockets)
-
-    async def _accept(self, sock: socket.socket) -> None:
-        """Take clients as they come. asyncio's own way logs a lack of files without end, and does nothing else."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                client, _ = await loop.sock_accept(sock)
-            except ConnectionError:  # the client is gone again
-                continue
-            except OSError as error:
-                if loop.time() > self._said + SAID_SECONDS:
-                    self._said = loop.time()
-                    _log.warning("a connection has to wait: %s", error.strerror)
-                self._close_idle()
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            try:
-                await loop.connect_accepted_socket(self._connection, client)
-            except OSError:
-                client.close()
-            if len(self.server_state.connections) > self._most:
-                self._close_idle()
-
-    def _connection(self) -> _Connection:
-        return _Connection(self.config, self.server_state, self.lifespan.state)
-
-    def _close_idle(self) -> None:
-        own = [one for one in self.server_state.connections if isinstance(one, _Connection)]
-        first = min(own, key=_Connection.idles_until, default=None)
-        if first is not None and first.idles_until() < math.inf:
-            first.timeout_keep_alive_handler()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -210,7 +165,24 @@ async def serve(
         raise
     metrics.watch(runner.engine)
     service = Service(runner, settings, metrics)
-    server = _Server(service, settings.max_connections)
+    _Connection.service, _Connection.most, _Connection.all = service, settings.max_connections + SPARE, {}
+    server = _Server(
+        uvicorn.Config(
+            service,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=HEAD_SECONDS,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    counting = _NotHttp(metrics)
+    logging.getLogger("uvicorn.error").addHandler(counting)
 
     async def drain() -> int:
         lost = asyncio.create_task(runner.lost.wait())
@@ -220,7 +192,8 @@ async def serve(
         while service.active and loop.time() < end:
             await asyncio.sleep(0.05)
         if service.active:
-            _log.warning("requests cut off after %g s of grace: %d", grace, service.active)
+            cut = {"ids": sorted(service.ids)}
+            _log.warning("requests cut off after %g s of grace: %d", grace, service.active, extra={"told": cut})
         try:
             return await runner.stop()
         finally:
@@ -234,9 +207,11 @@ async def serve(
         await asyncio.sleep(0.01)
     if server.started:
         on_ready(runner.engine)
-    reporting = asyncio.create_task(report(runner.engine))
+    beside = [asyncio.create_task(report(runner.engine)), asyncio.create_task(_look_after())]
     await serving
-    reporting.cancel()
+    logging.getLogger("uvicorn.error").removeHandler(counting)
+    for task in beside:
+        task.cancel()
     left = await draining
     return left if runner.failure is None else -1
 

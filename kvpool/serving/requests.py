@@ -1,13 +1,40 @@
-"""Requests of clients: strict types and ranges, checked before the engine sees a request."""
+"""What clients may send. The official SDKs say which fields there are, and what is in messages and tools."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from abc import abstractmethod
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, cached_property, partial, reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Required, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessageParam,
+    ChatCompletionStreamOptionsParam,
+    ChatCompletionToolChoiceOptionParam,
+)
+from openai.types.chat import completion_create_params as chat
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    with_config,
+)
+from pydantic_core import from_json
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypedDict, get_type_hints, is_typeddict
 
 from kvpool import namespace
 from kvpool.serving.speech import MOST_CALLS, grammar_of_calls
@@ -15,13 +42,12 @@ from kvpool.serving.speech import MOST_CALLS, grammar_of_calls
 MOST = 2**31 - 1
 PROMPTS = 64  # of one request
 TOPS = 20
-BIASES = 300
+FIELDS = 300  # of one body, and biases
 BRACKETS = 2**18
-Text = Annotated[str, Field(max_length=2**22)]
+TOOLS = 128
+LISTED = 4096
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
 Stops = Annotated[list[Stop], Field(max_length=8)]
-TOOLS = 128
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Label = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=MOST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
@@ -31,7 +57,11 @@ SAMPLED = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
 NOT_IN_BEAMS = (*SAMPLED, "logit_bias", "stop", "stream", "logprobs", "response_format", "tools")
-Form = TypeVar("Form", bound="Addressed")
+OFF = {"stop": ""} | dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens", "seed", "top_k"), -1)
+KEPT = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+PLAIN = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+UNIONS = (Union, UnionType)
+Form = TypeVar("Form", bound="Request")
 
 
 class Refused(Exception):
@@ -47,99 +77,172 @@ class Refused(Exception):
         self.status, self.message, self.param, self.code, self.wait = status, message, param, code, wait
 
 
-def few(data: Any) -> Any:
-    """Refuse a long mapping before each of its items becomes an error."""
-    if isinstance(data, dict) and len(data) > BIASES:
-        raise ValueError(f"{len(data)} names, the limit is {BIASES}")
-    return data
+# ----------------------------------------------------------------------------------------------- types of the SDKs
 
 
-def of_object(schema: Any) -> Any:
-    """Refuse a schema of another type."""
-    if isinstance(schema, dict) and schema.get("type", "object") != "object":
-        raise ValueError('must be the schema of an object: {"type": "object", ...}')
-    return schema
+class Sdk:
+    """Has pydantic read a field as a type of an SDK, see `_eager`."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return the schema of that type."""
+        return handler.generate_schema(_eager(self._kind))
 
 
-Inputs = Annotated[dict[str, Any], BeforeValidator(of_object)]
+@cache
+def _eager(kind: Any) -> Any:
+    """Return a type of an SDK as clients send it.
+
+    It has lists in place of iterables, which pydantic would read while they are used. Fields may be null, dictionaries
+    may have more of them, and one that has a single possible value may be left out.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if is_typeddict(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        made = TypedDict("made", {name: _field(name, hint) for name, hint in hints.items()})  # type: ignore[misc]
+        return with_config(ConfigDict(extra="allow", strict=True))(made)
+    if origin in (Annotated, *UNIONS):
+        return _union(list(_members(kind)))
+    if isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
+        return Annotated[list[_eager(args[0])], Field(max_length=LISTED, fail_fast=True)]  # type: ignore[misc]
+    return kind if kind in (str, int, float, bool, type(None)) or origin in (Literal, dict) else Any
 
 
-class Strict(BaseModel):
-    """Refuses unknown fields, other types, NaN and infinity. A field that is null counts as left out.
+def _field(name: str, hint: Any) -> Any:
+    inner = get_args(hint)[0] if get_origin(hint) in (Required, NotRequired) else hint
+    if get_origin(hint) is not Required or _tags(inner):
+        return NotRequired[_eager(inner) | None]
+    return Required[_eager(inner) | None] if name == "content" else Required[_eager(inner)]
 
-    Long lists of its forms have ``fail_fast``: to tell all that is wrong in a body takes half a minute.
+
+def _tags(hint: Any) -> tuple[str, ...]:
+    """Return the values that a field may have, of one that tells types apart."""
+    while get_origin(hint) in (Required, NotRequired, Annotated):
+        hint = get_args(hint)[0]
+    if get_origin(hint) in UNIONS:
+        return tuple(tag for one in get_args(hint) for tag in _tags(one))
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def _members(kind: Any) -> Iterator[Any]:
+    """Iterate over the types of a union, without those that only answers have."""
+    if get_origin(kind) in (Annotated, *UNIONS):
+        for one in get_args(kind)[: 1 if get_origin(kind) is Annotated else None]:
+            yield from _members(one)
+    elif not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        yield kind
+
+
+def _union(kinds: list[Any]) -> Any:
+    """Return a union whose dictionaries are told apart by their role or type: an error then has one line."""
+    dicts = [one for one in kinds if is_typeddict(one)]
+    others = [_eager(one) for one in kinds if one not in dicts]
+    if len(dicts) < 2:
+        return Union[(*others, *map(_eager, dicts))] if kinds else Any
+    hints = [get_type_hints(one, include_extras=True) for one in dicts]
+    name = "role" if "role" in hints[0] else "type"
+    tags: dict[str, Any] = {}
+    for one, hint in zip(dicts, hints, strict=True):
+        tags |= {tag: one for tag in _tags(hint[name]) if tag not in tags}
+    usual = "function" if "function" in tags else None  # calls of tools often have no type
+    tagged: Any = reduce(or_, (Annotated[_eager(one), Tag(tag)] for tag, one in tags.items()))
+
+    def kind(one: Any) -> Any:
+        return one.get(name, usual if name == "type" else None) if isinstance(one, dict) else None
+
+    text = f"must be an object whose {name} is one of {', '.join(tags)}"
+    told_apart = Discriminator(kind, custom_error_type="tag", custom_error_message=text)
+    return Union[(*others, Annotated[tagged, told_apart])]
+
+
+def official(params: Any) -> frozenset[str]:
+    """Return the names of the fields of a request that the SDK knows."""
+    return frozenset(params.__annotations__)
+
+
+# ----------------------------------------------------------------------------------------------- forms
+
+
+class Request(BaseModel):
+    """The fields of a request that are obeyed. Null counts as left out.
+
+    Attributes
+    ----------
+    official : frozenset of str
+        Fields of this API. Those that are not obeyed have no effect.
+    not_done : mapping
+        Fields that would change the answer, but are not supported. With one of these values they change nothing.
+    tool_types : tuple
+        Tools that a client can have. Others would be those of a server.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in few(data).items() if value is not None}
-
-
-class Addressed(Strict):
-    """A request may name the model of this server."""
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    official: ClassVar[frozenset[str]] = frozenset()
+    not_done: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    tool_types: ClassVar[tuple[Any, ...]] = (None, "function")
 
     model: str | None = None
 
-    def agree(self) -> None:
+    @classmethod
+    def of(cls, data: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> Self:
+        """Return the request of a body. Raise `Refused` with one of the errors."""
+        if not data.get("use_beam_search"):  # beams have no options of sampling
+            data = {name: one for name, one in (defaults or {}).items() if name in cls.model_fields} | data
+        try:
+            read = cls.model_validate(data)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+        else:
+            read.agree(defaults or {})
+            return read
+        worst = max(found, key=lambda one: len(one["loc"]))  # of several types of a field, the one that fits best
+        parts = [str(part) for part in worst["loc"] if not str(part).startswith(("constrained-", "list["))]
+        place, text = ".".join(parts)[:100], worst["msg"].removeprefix("Value error, ")
+        raise Refused(400, f"{place}: {text}", parts[0][:100])
+
+    def agree(self, defaults: Mapping[str, Any]) -> None:
         """Raise `Refused` if two fields contradict each other."""
 
 
-class StreamOptions(Strict):
-    """Options of a stream."""
+class TokenizeRequest(Request):
+    """``POST /tokenize``."""
 
-    include_usage: bool = False
-
-
-class Schema(Strict):
-    """The schema of an answer. Its name and description have no effect, and every schema is strict."""
-
-    name: Label
-    description: Text | None = None
-    given: dict[str, Any] = Field({}, alias="schema")
-    strict: bool = False
+    prompt: str
+    add_special_tokens: bool = True
 
 
-class AnyForm(Strict):
-    """An answer of any text, or of any JSON object."""
+class DetokenizeRequest(Request):
+    """``POST /detokenize``."""
 
-    type: Literal["text", "json_object"]
-
-
-class SchemaForm(Strict):
-    """An answer that fits a JSON schema."""
-
-    type: Literal["json_schema"]
-    json_schema: Schema
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-class RegexForm(Strict):
+class RegexForm(TypedDict):
     """An answer that a regular expression matches as a whole."""
 
     type: Literal["regex"]
-    regex: Text
+    regex: str
 
 
-class GrammarForm(Strict):
+class GrammarForm(TypedDict):
     """An answer of a context-free grammar, in llguidance's form of Lark."""
 
     type: Literal["grammar"]
-    grammar: Text
+    grammar: str
 
 
-AnswerForm = Annotated[AnyForm | SchemaForm | RegexForm | GrammarForm, Field(discriminator="type")]
-
-
-class Generation(Addressed):
+class Generation(Request):
     """The fields that completions and chats have in common. Errors call `response_format` by `format_field`."""
 
     format_field: ClassVar[str] = "response_format"
+    not_done = dict.fromkeys(
+        ("adapters", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
+        (),
+    )
 
-    max_tokens: int | None = Field(None, ge=1, le=MOST)
+    max_tokens: int | None = Field(None, ge=0, le=MOST)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=MOST)
@@ -151,17 +254,16 @@ class Generation(Addressed):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.1, le=10)
-    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(few)] = {}
+    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(lambda data: few(data))] = {}
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     n: int = Field(1, ge=1, le=64)
     use_beam_search: bool = False
     length_penalty: float = Field(1.0, ge=-32, le=32)
-    response_format: AnswerForm | None = None
+    response_format: Annotated[dict[str, Any], Sdk(chat.ResponseFormat | RegexForm | GrammarForm)] = {}
     stop: Stop | Stops | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=64)] = []
+    stop_token_ids: Annotated[list[Token], Field(max_length=64, fail_fast=True)] = []
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: Label | None = None
+    stream_options: Annotated[dict[str, Any], Sdk(ChatCompletionStreamOptionsParam)] = {}
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
     priority: int = Field(0, ge=-MOST, le=MOST)
     timeout: float | None = Field(None, gt=0, le=86400)
@@ -190,8 +292,10 @@ class Generation(Addressed):
             "deadline": None if self.timeout is None else began + self.timeout,
         }
 
-    def agree(self) -> None:
-        """See `Addressed`."""
+    def agree(self, defaults: Mapping[str, Any]) -> None:
+        """See `Request`."""
+        if self.most == 0 and not self.scores:
+            raise Refused(400, "max_tokens: must be 1 or more; 0 only scores a prompt, with echo", "max_tokens")
         if not self.use_beam_search:
             if self.length_penalty != 1:
                 raise Refused(400, "length_penalty: needs use_beam_search", "length_penalty")
@@ -213,19 +317,23 @@ class Generation(Addressed):
         return self.n
 
     @property
+    def scores(self) -> bool:
+        """Whether the answer begins with the logprobs of the prompt."""
+        return False
+
+    @property
     def forms(self) -> list[tuple[str, Any, str]]:
         """Grammars: a method of `Grammars`, its argument, and the field that asks for it. The answer has the last.
 
         The argument may be a function of `Grammars.mark`, which returns it.
         """
         wanted, field = self.response_format, self.format_field
-        if isinstance(wanted, SchemaForm):
-            return [("schema", wanted.json_schema.given, field)]
-        if isinstance(wanted, RegexForm):
-            return [("regex", wanted.regex, field)]
-        if isinstance(wanted, GrammarForm):
-            return [("lark", wanted.grammar, field)]
-        return [] if wanted is None or wanted.type == "text" else [("schema", {"type": "object"}, field)]
+        kind = wanted.get("type", "text")
+        if kind == "json_schema":
+            return [("schema", wanted["json_schema"].get("schema") or {}, field)]
+        if kind in ("regex", "grammar"):
+            return [("lark" if kind == "grammar" else kind, wanted[kind], field)]
+        return [] if kind == "text" else [("schema", {"type": "object"}, field)]
 
     @property
     def stops(self) -> list[str]:
@@ -240,31 +348,39 @@ class Generation(Addressed):
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool(self.stream_options.get("include_usage"))
 
 
 class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
+    official = official(completion_create_params.CompletionCreateParamsBase)
+
     prompt: Any
+    suffix: str | None = None
     logprobs: int | None = Field(None, ge=0, le=TOPS)
     best_of: int | None = Field(None, ge=1, le=64)
     echo: bool = False
 
-    def agree(self) -> None:
-        """See `Addressed`."""
-        super().agree()
+    def agree(self, defaults: Mapping[str, Any]) -> None:
+        """See `Request`."""
+        super().agree(defaults)
         if self.width < self.n:
             raise Refused(400, f"best_of is {self.best_of}, less than n ({self.n})", "best_of")
         if self.width > self.n and self.stream:
             raise Refused(400, "best_of: cannot be streamed, the best is known at the end", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise Refused(400, "echo cannot be combined with logprobs", "echo")
+        if self.suffix is not None and (self.echo or not isinstance(self.prompt[0], str)):
+            raise Refused(400, "suffix: needs a prompt that is text, and no echo", "suffix")
 
     @property
     def width(self) -> int:
         """See `Generation`."""
         return self.best_of or self.n
+
+    @property
+    def scores(self) -> bool:
+        """See `Generation`."""
+        return self.echo and (self.logprobs is not None or self.max_tokens == 0)
 
     @property
     def tops(self) -> int | None:
@@ -290,151 +406,94 @@ class CompletionRequest(Generation):
         return many
 
 
-class Part(Strict):
-    """A part of a message. Only text is supported."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class Function(Strict):
-    """A tool. `parameters` are a JSON schema. A call that is free may not fit it, even with `strict`."""
-
-    name: Name
-    description: Text | None = None
-    parameters: Inputs = {}
-    strict: bool = False
-
-
-class Tool(Strict):
-    """A tool that the model may call."""
-
-    type: Literal["function"] = "function"
-    function: Function
-
-
-class Chosen(Strict):
-    """The name of a function."""
-
-    name: Name
-
-
-class Choice(Strict):
-    """The tool to call."""
-
-    type: Literal["function"]
-    function: Chosen
-
-
-class CalledFunction(Strict):
-    """A call in a conversation. Its arguments are a JSON object."""
-
-    name: Name
-    arguments: Text
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, value: str) -> str:
-        try:
-            is_object = isinstance(json.loads(value or "{}"), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise ValueError("must be a JSON object, as text")
-        return value or "{}"
-
-
-class ToolCall(Strict):
-    """A call of a tool in a conversation."""
-
-    id: Label
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def plain(self) -> dict[str, Any]:
-        """Return the call as chat templates take it."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-class Message(Strict):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[Part], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
-    name: Annotated[str, Field(max_length=64)] | None = None
-    reasoning_content: Text | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=TOOLS, fail_fast=True)] = []
-    tool_call_id: Label | None = None
-
-    @model_validator(mode="after")
-    def _fits_its_role(self) -> Self:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs content, or tool_calls")
-        if (self.tool_calls or self.reasoning_content) and self.role != "assistant":
-            raise ValueError("only messages of the assistant have tool_calls and reasoning_content")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("a message with the role tool must have a tool_call_id, and no other message may")
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """Return the message as chat templates take it."""
-        content = self.content or ""
-        told = {name: value for name in ("name", "reasoning_content", "tool_call_id") if (value := getattr(self, name))}
-        if self.tool_calls:
-            told["tool_calls"] = [call.plain() for call in self.tool_calls]
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text, **told}
-
-
-class TemplateOptions(Strict):
-    """Options of the chat template."""
-
-    enable_thinking: bool | None = None
+def named(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Check the names and schemas of tools. Return what the chat template is told of them."""
+    told: list[dict[str, Any]] = []
+    for number, one in enumerate(tools):
+        function = {name: value for name, value in one["function"].items() if value is not None}
+        name, schema = function["name"], function.get("parameters", {})
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+            text = "a name has 1 to 64 letters, digits, dots, dashes and underscores"
+            raise ValueError(f"{number}: {text} ({name!r:.80})")
+        if schema.get("type", "object") != "object":
+            raise ValueError(f'{number}: its schema must be that of an object: {{"type": "object", ...}}')
+        kept = ("name", "description", "parameters", "strict")
+        told.append({"type": "function", "function": {name: function[name] for name in kept if name in function}})
+    if len({one["function"]["name"] for one in told}) < len(told):
+        raise ValueError("two tools have the same name")
+    return told
 
 
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
-    max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
+    official = official(chat.CompletionCreateParamsBase)
+    not_done = Generation.not_done | {"audio": (), "functions": ([],), "function_call": ("none",)} | {
+        "modalities": (["text"],),
+        "moderation": (),
+        "web_search_options": (),
+    }
+
+    messages: Annotated[
+        list[dict[str, Any]], Sdk(list[ChatCompletionMessageParam]), Field(min_length=1)
+    ]
+    max_completion_tokens: int | None = Field(None, ge=0, le=MOST)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOPS)
-    tools: Annotated[list[Tool], Field(max_length=TOOLS, fail_fast=True)] = []
-    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    tools: Annotated[
+        list[dict[str, Any]],
+        Sdk(list[ChatCompletionFunctionToolParam]),
+        Field(max_length=TOOLS),
+        AfterValidator(named),
+    ] = []
+    tool_choice: Annotated[Any, Sdk(ChatCompletionToolChoiceOptionParam)] = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
 
-    def agree(self) -> None:
-        """See `Addressed`."""
-        super().agree()
+    def agree(self, defaults: Mapping[str, Any]) -> None:
+        """See `Request`."""
+        super().agree(defaults)
         if self.top_logprobs and not self.logprobs:
             raise Refused(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
-        names = [tool.function.name for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise Refused(400, "tools: two tools have the same name", "tools")
         if self.must_call and not self.callable_tools:
             text = "tools has none of this name" if self.tools else "there are no tools to call"
             raise Refused(400, f"tool_choice: {text}", "tool_choice")
+        if wrong := KEPT & self.chat_template_kwargs.keys():
+            raise Refused(400, f"chat_template_kwargs: {min(wrong)} is the server's", "chat_template_kwargs")
+        if self.conversation[-1]["role"] != "assistant" and self.continue_final_message:
+            text = "continue_final_message: the last message must be the assistant's"
+            raise Refused(400, text, "continue_final_message")
 
-    @property
+    @cached_property
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them. Results of tools have the names that their calls have."""
-        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls}
-        named = [{"name": names[one.tool_call_id]} if one.tool_call_id in names else {} for one in self.messages]
-        return [name | one.plain() for name, one in zip(named, self.messages, strict=True)]
+        told = [_plain(one, f"messages.{number}") for number, one in enumerate(self.messages)]
+        names = {call["id"]: call["function"]["name"] for one in told for call in one.get("tool_calls", ())}
+        for one in told:
+            if one.get("tool_call_id") in names:
+                one.setdefault("name", names[one["tool_call_id"]])
+        return told
 
     @property
-    def callable_tools(self) -> list[Tool]:
+    def callable_tools(self) -> list[dict[str, Any]]:
         """The tools that the answer may call."""
-        if isinstance(self.tool_choice, Choice):
-            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
-        return [] if self.tool_choice == "none" else self.tools
+        choice, names = self.tool_choice, None
+        if isinstance(choice, dict):
+            kind = choice["type"]
+            listed = choice[kind]["tools"] if kind == "allowed_tools" else [choice]
+            names = {one[one["type"]]["name"] for one in listed}
+        return [one for one in self.tools if choice != "none" and (names is None or one["function"]["name"] in names)]
 
     @property
     def must_call(self) -> bool:
         """Whether the answer is calls of tools and nothing else."""
-        return self.tool_choice not in (None, "none", "auto")
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            return choice["type"] == "function" or choice["allowed_tools"]["mode"] == "required"
+        return bool(choice == "required")
 
     @property
     def by_grammar(self) -> bool:
@@ -451,22 +510,27 @@ class ChatRequest(Generation):
             return forms
         if forms and forms[0][0] != "schema":
             raise Refused(400, f"{field}: beside tools, it must be json_schema or json_object", field)
-        schemas = {tool.function.name: tool.function.parameters for tool in self.callable_tools}
-        is_one = isinstance(self.tool_choice, Choice) or not self.parallel_tool_calls
+        functions = [tool["function"] for tool in self.callable_tools]
+        schemas = {function["name"]: function.get("parameters", {}) for function in functions}
+        is_one = not self.parallel_tool_calls or (self.must_call and self.tool_choice != "required")
         most, other = 1 if is_one else MOST_CALLS, forms[0][1] if forms else None
         return [*forms, ("lark", partial(grammar_of_calls, tools=schemas, most=most, other=other), "tools")]
 
     @property
     def template_options(self) -> dict[str, Any]:
         """Arguments of a chat template besides the messages."""
-        thinks = None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.callable_tools else []
-        return {**({"tools": tools} if tools else {}), **({} if thinks is None else {"enable_thinking": thinks})}
+        told: dict[str, Any] = {"tools": self.tools} if self.callable_tools else {}
+        if self.reasoning_effort is not None:
+            told |= {"reasoning_effort": self.reasoning_effort}
+            told |= {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        if self.continue_final_message:
+            told["continue_final_message"] = True
+        return told | self.chat_template_kwargs
 
     @property
     def most(self) -> int | None:
         """See `Generation`."""
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def tops(self) -> int | None:
@@ -474,21 +538,95 @@ class ChatRequest(Generation):
         return self.top_logprobs if self.logprobs else None
 
 
-def parse(form: type[Form], body: bytes) -> Form:
-    """Read a body of JSON. If it is wrong, raise `Refused` with one of the errors."""
+def text_of(content: Any, place: str) -> str:
+    """Return the text of a content, which may be null, text, or parts. Refuse parts that are no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for number, part in enumerate(content):
+        if part["type"] not in ("text", "refusal"):
+            text = f"{place}.{number}: {part['type']} is not supported, the model takes text"
+            raise Refused(400, text, place.partition(".")[0])
+    return "".join([part.get("text") or part.get("refusal") or "" for part in content])
+
+
+def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return an earlier call of a tool as chat templates take it. Broken arguments become the text of one."""
+    try:
+        read = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        read = None
+    read = read if isinstance(read, dict) else {"arguments": arguments}
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": read}}
+
+
+def _plain(one: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a message as chat templates take it."""
+    role = {"developer": "system", "function": "tool"}.get(one["role"], one["role"])
+    told = {"role": role, "content": text_of(one.get("content"), f"{place}.content")}
+    told |= {name: one[name] for name in ("name", "tool_call_id") if one.get(name)}
+    if role == "assistant" and isinstance(thought := one.get("reasoning_content") or one.get("reasoning"), str):
+        told["reasoning_content"] = thought
+    calls = []
+    for call in one.get("tool_calls") or ():
+        said = call.get("function") or call.get("custom") or {}
+        text = said.get("arguments") or json.dumps({"input": said["input"]} if "input" in said else {})
+        calls.append(call_of(call["id"], said["name"], text))
+    return told | ({"tool_calls": calls} if calls else {})
+
+
+# ----------------------------------------------------------------------------------------------- a body is read
+
+
+def few(data: Any) -> Any:
+    """Refuse a long mapping before each of its items becomes an error."""
+    if isinstance(data, dict) and len(data) > FIELDS:
+        raise ValueError(f"{len(data)} names, the limit is {FIELDS}")
+    return data
+
+
+def parse(
+    form: type[Form], body: bytes, defaults: Mapping[str, Any] | None = None, is_strict: bool = False
+) -> tuple[Form, list[str]]:
+    """Read a body of JSON. Return the request, and the fields that are ignored because the API has no such ones.
+
+    Parameters
+    ----------
+    defaults : mapping, optional
+        Of fields that the body leaves out.
+    is_strict : bool
+        Whether such fields are refused instead.
+
+    Raises
+    ------
+    Refused
+        Something is wrong. It names one field.
+    """
     if (count := body.count(b"[") + body.count(b"{")) > BRACKETS:  # while they are read, no other thread runs
         raise Refused(400, f"the body has {count} opening brackets, the limit is {BRACKETS}")
     try:
-        read = form.model_validate_json(body)
-        read.agree()
-        return read
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-    worst = max(found, key=lambda one: len(one["loc"]))  # if a field may have several types, the one that fits best
-    place = ".".join(str(part) for part in worst["loc"] if not str(part).startswith(("constrained-", "list[")))[:100]
-    if not place:
-        raise Refused(400, f"the body is not a valid request: {worst['msg'].removeprefix('Value error, ')}")
-    field = str(worst["loc"][0])[:100]
-    if worst["type"] == "extra_forbidden":
-        raise Refused(400, f"{place}: not supported by this server", field, "unsupported_parameter")
-    raise Refused(400, f"{place}: {worst['msg'].removeprefix('Value error, ')}", field)
+        sent = few(from_json(body, allow_inf_nan=False))
+        if not isinstance(sent, dict):
+            raise ValueError("it must be an object")
+    except ValueError as error:
+        raise Refused(400, f"the body is not a valid request: {error}") from None
+    data = {name: one for name, one in sent.items() if one is not None and (type(one), one) != _off(name)}
+    known, ignored = form.model_fields.keys(), []
+    for name, value in data.items():
+        if value not in form.not_done.get(name, (value,)):
+            taken = " or ".join(map(json.dumps, form.not_done[name]))
+            text = f"{name}: not supported by this server{taken and f', which takes {taken}'}"
+            raise Refused(400, text, name, "unsupported_parameter")
+        if name not in known and name not in form.official:
+            ignored.append(name if PLAIN.fullmatch(name) else "?")
+    if isinstance(tools := data.get("tools"), list):
+        kinds = [one.get("type") if isinstance(one, dict) else None for one in tools]
+        data["tools"] = [one for one, kind in zip(tools, kinds, strict=True) if kind in form.tool_types]
+        others = {str(kind) for kind in kinds if kind not in form.tool_types}
+        ignored += sorted(f"tools:{kind}" if PLAIN.fullmatch(kind) else "tools:?" for kind in others)
+    if is_strict and ignored:
+        raise Refused(400, f"{ignored[0]}: not supported by this server", ignored[0], "unsupported_parameter")
+    return form.of(data, defaults), ignored
+
+
+def _off(name: str) -> Any:
+    return (type(OFF[name]), OFF[name]) if name in OFF else None

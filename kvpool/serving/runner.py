@@ -6,15 +6,19 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Self
+from itertools import count
+from typing import Any, Self, TypeVar
 
 from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 from kvpool.errors import RequestRejected
 from kvpool.groups import arenas_of
 
 UNREAD = 2**16  # tokens and likely tokens of a stream that wait for its client
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -195,6 +199,45 @@ class Runner:
         """Cancel the prompts of a run that have not ended. You may call it at any time."""
         self._calls.put(partial(self._cancel, run))
 
+    def look(self, run: Run) -> None:
+        """Have the thread note how far the prompts of a run are read."""
+        self._calls.put(partial(_look, run))
+
+    async def ask(self, question: Callable[[Engine], T]) -> T:
+        """Return what a function says of the engine. The thread calls it between two steps."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def call(engine: Engine) -> None:
+            self._loop.call_soon_threadsafe(answer.set_result, question(engine))
+
+        self._calls.put(call)
+        return await answer
+
+
+def running(engine: Engine) -> list[tuple[Any, int]]:
+    """Return the requests that run, and the handles of their sequences. Only the thread of the engine may ask."""
+    handles, lanes = engine.scheduler.handles.tolist(), count()
+    found: list[Any] = []
+    while len(found) < len(handles):
+        with suppress(ValueError):  # nothing runs in this lane
+            found.append(engine.scheduler.request_of(next(lanes)))
+    return list(zip(found, handles, strict=True))
+
+
+def blocks_by_tenant(engine: Engine) -> dict[str, Any]:
+    """Return how the blocks of the pool are used, as far as a tenant has them alone. For `Runner.ask`."""
+    pool = engine.kv.pool
+    stats, tenants = pool.stats(), Counter[str]()
+    for request, handle in running(engine):
+        tenants[str(request.tenant or "")] += -(-pool.num_tokens(handle) // pool.block_size)
+    told = {"used": stats.used, "cached": stats.evictable, "free": stats.blank + stats.limbo}
+    return told | {"tenants": tenants, "block_size": pool.block_size}
+
+
+def _look(run: Run, engine: Engine) -> None:
+    pool, ids = engine.kv.pool, set(run.ids)
+    run.num_read = sum(pool.num_tokens(handle) for request, handle in running(engine) if request.id in ids)
+
 
 def _wrong(completion: Completion) -> EngineFailed | None:
     if completion.error is not None:
@@ -217,6 +260,8 @@ class Run:
         self.options = options
         self.items: asyncio.Queue[Any] = asyncio.Queue()
         self.ids: list[Hashable] = []  # of the thread: the engine's
+        self.completions: list[Completion] = []
+        self.num_read = 0  # tokens of the prompts, when `look` was last called
         self.most = UNREAD // (1 + options.get("top_logprobs", 0))
         self._runner = runner
         self._listens = listens
@@ -225,23 +270,48 @@ class Run:
         """Return the listener that the engine calls with each token of a prompt."""
         return (lambda event: news.append((self, (number, event)))) if self._listens else None
 
-    async def __aenter__(self) -> Self:
+    async def begin(self) -> Self:
+        """Give it to the engine, as entering the block does."""
         self._runner.begin(self)
         try:
             await self._next()
         except BaseException:
-            self._runner.end(self)
+            self.end()
             raise
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    def end(self) -> None:
+        """Cancel what still runs, as leaving the block does."""
         self._runner.end(self)
 
+    def look(self) -> int:
+        """Have the engine count the prompt tokens that it has read. Return how many these were the last time."""
+        self._runner.look(self)
+        return self.num_read
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the log says of it."""
+        samples = [sample for completion in self.completions for sample in completion.samples]
+        times = [sample.output.times for sample in samples]
+        first = min((one.first_token - one.arrived for one in times if one.first_token is not None), default=None)
+        return {
+            "prompt": sum(map(len, self.prompts)),
+            "cached": sum(completion.samples[0].output.num_cached for completion in self.completions),
+            "generated": sum(len(sample.tokens) for sample in samples),
+            "first": None if first is None else round(first, 3),
+        }
+
+    __aenter__ = begin
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.end()
+
     async def __aiter__(self) -> AsyncIterator[tuple[int, TokenEvent | Completion]]:
-        left = len(self.prompts)
-        while left:
+        while len(self.completions) < len(self.prompts):
             number, item = await self._next()
-            left -= isinstance(item, Completion)
+            if isinstance(item, Completion):
+                self.completions.append(item)
             yield number, item
 
     async def _next(self) -> Any:

@@ -10,12 +10,12 @@ WRONG = (
 NULL = (None,)
 #: field: (values that are served, values that are refused beside those of `WRONG`)
 SAMPLING = {
-    "max_tokens": ((1, 2, 5), (0, 2**31, 1e30)),
+    "max_tokens": ((1, 2, 5, -1), (0, 2**31, 1e30)),
     "temperature": ((0, 0.0, 1, 0.7, 100, 1e-300), (100.5, "1")),
     "top_p": ((1, 0.5, 1e-9), (0, 1.01)),
-    "top_k": ((0, 1, 5, 256, 257, 10**6, 2**31 - 1), (2**31,)),
+    "top_k": ((0, 1, 5, 256, 257, 10**6, 2**31 - 1, -1), (2**31, -2)),
     "min_p": ((0, 0.3, 1), (1.01,)),
-    "seed": ((0, 7, 2**63 - 1), (2**63,)),
+    "seed": ((0, 7, 2**63 - 1, -1), (2**63, -2)),
     "n": ((1, 2, 4), (0, 65, 10**9)),
     "frequency_penalty": ((0, 2, -2, -1, 1.5), (2.01,)),
     "presence_penalty": ((0, 2, -2, -1, 1.5), (-2.01,)),
@@ -24,12 +24,11 @@ SAMPLING = {
         ({}, {"0": 5}, {"256": -100, "3": 100.0}),
         ({"257": 1}, {"999999": 5}, {str(2**40): 5}, {str(2**70): 5}, {"-5": 5}, {"3": NAN}, {"3": 101}, {"3": [1]}),
     ),
-    "stop": (([], "e", ["a", "ab"], ["\u202e💥"]), (5, [1], [""], ["a"] * 9, [["a"]], "x" * 129, {"a": "b"})),
+    "stop": (([], "", "e", ["a", "ab"], ["\u202e💥"]), (5, [1], [""], ["a"] * 9, [["a"]], "x" * 129, {"a": "b"})),
     "stop_token_ids": (([], [5, 6], [256]), ([-1], [257], [2**31 - 1], [2**31], ["a"], 5)),
     "stream": ((True, False), ("true", 1, 0)),
-    "stream_options": (({}, {"include_usage": True}), ({"include_usage": 1}, {"other": True}, "x")),
+    "stream_options": (({}, {"include_usage": True}), ({"include_usage": 1}, "x")),
     "model": (("tiny",), ()),
-    "user": (("", "somebody"), (5,)),
     "cache_salt": (("a", "\u202e"), ("y" * 513,)),
     "priority": ((0, -1, 2**31 - 1, 1 - 2**31), (2**31, -(2**31), "1")),
     "timeout": ((3600, 86400.0), (0, 86400.5, "1")),
@@ -42,7 +41,7 @@ SAMPLING = {
     "response_format": (
         ({"type": "text"},),
         (
-            *({}, {"type": "x"}, {"type": "json_schema"}, {"type": "regex"}, {"type": "regex", "regex": "a("}),
+            *({"type": "x"}, {"type": "json_schema"}, {"type": "regex"}, {"type": "regex", "regex": "a("}),
             *({"type": "grammar", "grammar": "start: nobody"}, {"type": "regex", "regex": "a" * 2**17}),
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}},
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "http://127.0.0.1:1/x"}}},
@@ -52,7 +51,9 @@ SAMPLING = {
 LEGAL_TOO = {  # values of WRONG that are legal in these fields
     "temperature": (1.5,),
     "stop": ("x", "\0"),
-    "user": ("x", "\0"),
+    "reasoning_effort": ("", "x", "\0"),
+    "stream_options": ({"a": 1},),
+    "chat_template_kwargs": ({"a": 1},),
     "cache_salt": ("x", "\0"),
     "timeout": (1.5,),
     "use_beam_search": (True,),
@@ -69,61 +70,101 @@ TEXT = {
 ONE = {"role": "user", "content": "hi"}
 CHAT = {
     "messages": (
-        ([ONE], [{"role": "system", "content": "be"}, ONE], [ONE | {"content": [{"type": "text", "text": "a"}]}]),
+        (
+            *([ONE], [{"role": "system", "content": "be"}, ONE], [ONE | {"content": [{"type": "text", "text": "a"}]}]),
+            *([ONE | {"content": []}], [ONE | {"x": 1, "content": None}], [ONE, ONE | {"role": "assistant"}]),
+        ),
         (
             *([], "hi", 5, {}, [5], [[]], [None], [{}], [{"role": "user"}], [{"content": "x"}]),
-            *([ONE | {"role": "pope"}], [ONE | {"content": 5}], [ONE | {"content": []}], [ONE | {"x": 1}]),
+            *([ONE | {"role": "pope"}], [ONE | {"content": 5}], [ONE | {"content": [{}]}]),
             [ONE | {"content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}}]}],
             [ONE] * 4097,
             [ONE | {"content": "x" * 9000}],
         ),
     ),
     "logprobs": ((True, False), (1, "true", [])),
-    "max_completion_tokens": ((1, 3), (0, True, 2**31)),
+    "max_completion_tokens": ((1, 3, -1), (0, True, 2**31)),
     "tools": (
-        ([], [TOOL], [{"function": {"name": "f"}}]),
-        ([TOOL, TOOL], [TOOL | {"type": "x"}], [{"type": "function"}], [{"function": {"name": "a b"}}], [TOOL] * 129),
+        ([], [TOOL], [{"function": {"name": "f"}}], [TOOL | {"type": "x"}]),
+        ([TOOL, TOOL], [{"type": "function"}], [{"function": {"name": "a b"}}], [TOOL] * 129),
     ),
     "tool_choice": (("none", "auto"), ("required", "all", {"type": "function", "function": {"name": "g"}})),
     "parallel_tool_calls": ((True, False), (1, "true")),
-    "chat_template_kwargs": (({}, {"enable_thinking": False}), ({"tokenize": False}, {"enable_thinking": 1})),
+    "chat_template_kwargs": (({}, {"enable_thinking": 1, "x": []}), ({"tokenize": False}, {"messages": []})),
+    "reasoning_effort": (("low", "none"), ("y" * 65,)),
+    "add_generation_prompt": ((True, False), (1, "true")),
+    "continue_final_message": ((False,), (True, 1, "true")),
 }
-BLOCK = {"type": "text", "text": "a"}
+BLOCK, INPUT = {"type": "text", "text": "a"}, {"type": "input_text", "text": "a"}
 USER_TOOL = {"name": "f", "input_schema": {"type": "object"}}
 COUNT = {
     "messages": (
-        ([ONE], [ONE, ONE | {"role": "assistant"}], [ONE | {"content": [BLOCK, BLOCK | {"cache_control": None}]}]),
+        (
+            *([ONE], [ONE, ONE | {"role": "assistant"}], [ONE | {"content": [BLOCK, BLOCK | {"cache_control": None}]}]),
+            *([ONE | {"role": "system"}], [ONE | {"content": []}]),
+        ),
         (
             *([], "hi", 5, {}, [5], [[]], [None], [{}], [{"role": "user"}], [{"content": "x"}], [ONE] * 4097),
-            *([ONE | {"role": "system"}], [ONE | {"content": []}], [ONE | {"content": [{"type": "image"}]}]),
+            *([ONE | {"role": "pope"}], [ONE | {"content": [{}]}], [ONE | {"content": [{"type": "image"}]}]),
             [ONE | {"content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}],
         ),
     ),
-    "system": (("", "x", "\0", [], [BLOCK]), (5, {}, [5], [{"type": "text"}], [BLOCK | {"x": 1}])),
+    "system": (("", "x", "\0", [], [BLOCK], [BLOCK | {"x": 1}]), (5, {}, [5], [{"type": "text"}])),
     "tools": (([], [USER_TOOL]), ([{}], [USER_TOOL] * 2, [USER_TOOL] * 129, [USER_TOOL | {"name": ""}])),
-    "tool_choice": (({"type": "none"},), ("none", {"type": "any"}, {"type": "tool"}, {"type": "auto", "name": "f"})),
+    "tool_choice": (({"type": "none"}, {"type": "auto", "x": 1}), ("none", {"type": "any"}, {"type": "tool"})),
     "thinking": (({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1}), ({"type": "x"}, "enabled")),
-    "cache_control": (({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}), ({"type": "x"}, "ephemeral")),
+    "output_config": (({}, {"effort": "low"}, {"a": 1}), ({"format": {"type": "x"}}, {"effort": "x"}, "low")),
     "model": (("tiny",), ()),
 }
 MESSAGES = COUNT | {
-    "max_tokens": SAMPLING["max_tokens"],
+    "max_tokens": ((1, 2, 5), (0, 2**31, 1e30)),
     "temperature": ((0, 0.0, 1, 0.7, 1e-300), (1.01, "1")),
     "top_p": SAMPLING["top_p"],
     "top_k": SAMPLING["top_k"],
     "stop_sequences": (([], ["e"], ["a", "ab"]), (5, "e", [1], [""], ["a"] * 9)),
     "stream": SAMPLING["stream"],
-    "metadata": (({}, {"user_id": "a"}), ({"a": 1}, {"user_id": 5})),
+}
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}
+RESPONSES = {
+    "input": (
+        ("hi", [ONE], [ONE, {"type": "reasoning", "summary": []}, CALL], [{"role": "user", "content": [INPUT]}]),
+        (
+            *(5, [], {}, [5], [[]], [None], [{}], [{"role": "user"}], [ONE | {"role": "pope"}], [ONE | {"content": 5}]),
+            *([ONE | {"content": [{}]}], [ONE | {"content": [5]}], [ONE | {"content": [INPUT | {"text": 5}]}]),
+            *([ONE | {"content": [{"type": "input_image"}]}], [CALL | {"type": "x"}], [CALL | {"name": 5}]),
+            *([{"type": "function_call"}], [{"type": "item_reference", "id": "a"}], [CALL | {"arguments": []}]),
+        ),
+    ),
+    "instructions": (("", "x", "\0"), (5, [])),
+    "max_output_tokens": ((1, 3, -1), (0, True, 2**31)),
+    "tools": (
+        ([], [{"type": "function", "name": "f"}], [{"type": "web_search"}, {"type": "custom", "name": "g"}]),
+        ([{"type": "function"}], [{"type": "function", "name": "f f"}], [{"type": "function", "name": []}]),
+    ),
+    "tool_choice": (
+        ("none", "auto"),
+        ("required", "all", {"type": "function", "name": "g"}, {"type": "allowed_tools"}),
+    ),
+    "reasoning": (({}, {"effort": "low", "summary": "auto"}, {"a": 1}), ({"effort": 5}, "low")),
+    "text": (({}, {"verbosity": "low"}, {"format": {"type": "text"}}, {"a": 1}), ({"format": {"type": "x"}}, "x")),
+    "temperature": ((0, 1, 0.7), (100.5, "1")),
+    "top_p": SAMPLING["top_p"],
+    "stream": SAMPLING["stream"],
+    "parallel_tool_calls": ((True, False), (1, "true")),
+    "background": ((False,), (True,)),
 }
 #: path: (its fields, the fields that it needs, values of `WRONG` that it takes)
 PATHS = {
     "/v1/completions": (TEXT | SAMPLING, ("prompt",), LEGAL_TOO),
     "/v1/chat/completions": (CHAT | SAMPLING, ("messages",), LEGAL_TOO),
+    "/v1/responses": (RESPONSES, ("input",), LEGAL_TOO | {"stop": ()}),
     "/v1/messages": (MESSAGES, ("max_tokens", "messages"), {}),
     "/v1/messages/count_tokens": (COUNT, ("messages",), {}),
 }
-SHARES = (5, 4, 2, 1)  # of the requests
-UNKNOWN = ("suffix", "guided_json", "adapters", "draft_model", "functions", "x" * 300, "", "\0")
+SHARES = (5, 4, 2, 2, 1)  # of the requests
+UNKNOWN = ("draft_model", "num_ctx", "user", "metadata", "x" * 300, "", "\0", "a\r\nb: c", "\u00e9")
+NOT_DONE = {"/v1/completions": ("guided_json", "suffix"), "/v1/chat/completions": ("adapters", "audio")}
+NOT_DONE |= {"/v1/responses": ("conversation", "prompt"), "/v1/messages": ("thread",)}
 #: Forms of answers that a grammar library may refuse or give up, but that may stop nobody.
 NESTED = "a"
 for _ in range(6):
@@ -167,7 +208,8 @@ def request(draw):
 def _spoiled(draw, body, path):
     kind, (fields, needed, _) = draw.randrange(8), PATHS[path]
     if kind == 0:
-        return body | {draw.choice(UNKNOWN): draw.choice((1, "x", False, [], {}))}, {400}
+        name = draw.choice(UNKNOWN + NOT_DONE.get(path, ()))
+        return body | {name: draw.choice((1, "x", False, [], {}))}, {200 if name in UNKNOWN else 400}
     if kind == 1:
         return body | {"model": draw.choice(("gpt-4o-mini", "/etc", "../..", "a\0b", ""))}, {404}
     if kind == 2:
@@ -177,7 +219,8 @@ def _spoiled(draw, body, path):
     field = draw.choice(sorted(fields))
     if field == "tool_choice":  # some are wrong only without tools
         body = {name: value for name, value in body.items() if name != "tools"}
-    wrong = [] if field in ("model", "prompt", "messages") else [one for one in WRONG if is_wrong(path, field, one)]
+    is_free = field in ("model", "prompt", "messages", "input")
+    wrong = [] if is_free else [one for one in WRONG if is_wrong(path, field, one)]
     value = draw.choice([*fields[field][1], *wrong] or [5])
     return body | {field: value}, {400}
 

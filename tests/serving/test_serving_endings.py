@@ -14,7 +14,8 @@ from fuzz_seed import fresh_seed
 from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
 from kvpool.serving.answers import Answer, ChatForm
 from kvpool.serving.messages import MessageAnswer
-from kvpool.serving.requests import ChatRequest, parse
+from kvpool.serving.requests import ChatRequest
+from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
 from kvpool.serving.speech import Manner
 
 ARGUMENTS = {"path": "/tmp/a", "content": "x } ]"}
@@ -46,7 +47,7 @@ GOOD = {  # of each parser of mlx-lm, what its models write for this call of `wr
 STRINGS = {"type": "object", "properties": {"path": {"type": "string"}, "content": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "write", "parameters": STRINGS}}]
 ASKED = {"messages": [{"role": "user", "content": "a"}], "stop": ["STOP"], "stop_token_ids": [7], "tools": TOOLS}
-BODY = parse(ChatRequest, json.dumps(ASKED).encode())
+BODY = ChatRequest.of(ASKED)
 CUTS = {  # what ends an answer: the engine's reason, its last token, its stop string
     "length": ("length", 5, None),
     "stop string": ("stop", 5, "STOP"),
@@ -75,9 +76,9 @@ def pieces(text, end, draw):
 
 
 def events_of(answer, text, end, draw):
-    told = answer.opening(1) + b"".join([answer.piece(0, one) for one in pieces(text, end, draw)])
+    told = answer.opening(1) + [event for one in pieces(text, end, draw) for event in answer.piece(0, one)]
     told += answer.closing(0, completion(text, end)) + answer.ending([completion(text, end)])
-    return [json.loads(line[6:]) for line in told.decode().splitlines() if line.startswith("data: {")]
+    return [json.loads(json.dumps(data)) for _, data in told if isinstance(data, dict)]
 
 
 def chat(manner):
@@ -133,7 +134,44 @@ def told_by(blocks, closing):
     return *said, calls, named[closing["stop_reason"]]
 
 
-FORMS = [whole_chat, streamed_chat, whole_message, streamed_message]
+def response(manner):
+    return ResponseAnswer(ResponsesRequest(input="a"), "m", BODY, 1, manner)
+
+
+def whole_response(manner, text, end, draw):
+    return told_by_response(response(manner).whole([completion(text, end)]), end)
+
+
+def streamed_response(manner, text, end, draw):
+    """What the deltas say, which is what the last event has."""
+    said = {}
+    *events, last = events_of(response(manner), text, end, draw)
+    for number, event in enumerate(events):
+        assert event["sequence_number"] == number
+        if event["type"].endswith(".delta"):
+            said[event["output_index"]] = said.get(event["output_index"], "") + event["delta"]
+    for index, item in enumerate(last["response"]["output"]):
+        due = item.get("arguments") or "".join(part["text"] for part in item.get("content", ()))
+        assert said.get(index, "") == due
+    return told_by_response(last["response"], end)
+
+
+def told_by_response(answer, end):
+    """What a response says, in the same form as a chat. Where a stop string was, it says nothing of it."""
+    said = {"message": "", "reasoning": ""}
+    for item in answer["output"]:
+        if item["type"] in said:
+            said[item["type"]] += "".join(part["text"] for part in item["content"])
+    calls = [(item["name"], item["arguments"]) for item in answer["output"] if item["type"] == "function_call"]
+    is_whole = [item["status"] for item in answer["output"]].count("incomplete") == 0
+    reason = {"completed": "tool_calls" if calls else "stop", "incomplete": "length"}[answer["status"]]
+    assert is_whole or answer["status"] == "incomplete"
+    if answer["status"] == "incomplete" and end[0] in ("stop", "eos"):
+        reason = "stop"
+    return *said.values(), calls, reason
+
+
+FORMS = [whole_chat, streamed_chat, whole_message, streamed_message, whole_response, streamed_response]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 each_cut = pytest.mark.parametrize("cut", CUTS)
 
@@ -178,7 +216,8 @@ def test_forced_call_that_is_cut_off_is_told_as_far_as_it_came(form, cut, before
     assert (name, json.loads(arguments), reason, len(first)) == ("write", CLOSED, "tool_calls", len(before) > 0)
     for size in range(len(FORCED)):
         content, _, calls, reason = form(manner, before + FORCED[:size], CUTS[cut], draw)
-        least = len(UNSPOKEN + spoken) if form is whole_message else len(UNSPOKEN)  # as an object or not at all
+        is_object = form in (whole_message, whole_response)  # or not told at all
+        least = len(UNSPOKEN + spoken) if is_object else len(UNSPOKEN)
         assert calls[: len(first)] == first and len(calls) - len(first) == (size > least)
         assert reason == ("tool_calls" if first and not size and REASONS[cut] == "stop" else REASONS[cut]), size
         assert not content

@@ -81,12 +81,12 @@ sys.exit(main(sys.argv[1:]))
 #: Servers with one check less, or one fault more: one for each judge.
 PLANTED = {
     "any field": "requests.few = lambda data: data\nfor form in (requests.CompletionRequest, requests.ChatRequest):\n"
-    "    form.model_config['extra'] = 'ignore'\n    form.model_rebuild(force=True)",
+    "    form.not_done = {}",
     "a slow check": "P = app.parse\n"
-    "def parse(form, body):\n    end = time.process_time() + 1.2 * (len(body) > 40000)\n"
-    "    while time.process_time() < end: pass\n    return P(form, body)\napp.parse = parse",
-    "a kept body": "P, kept = app.parse, []\ndef parse(form, body):\n    kept.append(bytearray(2**18))\n"
-    "    return P(form, body)\napp.parse = parse",
+    "def parse(form, body, **how):\n    end = time.process_time() + 1.2 * (len(body) > 40000)\n"
+    "    while time.process_time() < end: pass\n    return P(form, body, **how)\napp.parse = parse",
+    "a kept body": "P, kept = app.parse, []\ndef parse(form, body, **how):\n    kept.append(bytearray(2**18))\n"
+    "    return P(form, body, **how)\napp.parse = parse",
     "a kept request": "runner.Runner.end = lambda self, run: None\n"
     "D = engine.Engine.submit\ndef submit(self, *a, **k):\n    self.kv.pool.blocks.alloc(1)\n"
     "    return D(self, *a, **k)\n"

@@ -1,6 +1,7 @@
 """The log of a server: what it says of ten seconds, and which lines go to stderr."""
 
 import asyncio
+import json
 import logging
 
 import pytest
@@ -10,15 +11,22 @@ from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.serving import log
 
 
-@pytest.mark.parametrize(("level", "shown"), [("info", ["one", "two"]), ("warning", ["two"])])
-def test_log_on_stderr_has_the_lines_of_its_level(capsys, level, shown):
+@pytest.mark.parametrize("form", log.FORMS)
+def test_log_on_stderr_is_text_or_json_or_failures_alone(capsys, form):
     package = logging.getLogger("kvpool.serving.app")
-    with log.to_stderr(level):
-        package.info("one")
+    told = {"id": "req_1", "tenant": 'a "b"', "first": None, "total": 0.5, "ignored": ["x", "y"], "error": []}
+    with log.to_stderr(form):
+        package.info("one", extra={"told": told})
         package.warning("two")
     package.warning("three")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[-1] for line in lines if "three" not in line] == shown
+    lines = [line for line in capsys.readouterr().err.splitlines() if "three" not in line]
+    if form == "json":
+        one, two = map(json.loads, lines)
+        assert {"message": "one", "level": "info", "id": "req_1", "total": 0.5}.items() <= one.items()
+        assert (one["tenant"], one["ignored"], two["level"]) == ('a "b"', ["x", "y"], "warning") and "first" not in one
+    else:
+        due = ['one id=req_1 tenant="a \\"b\\"" total=0.5 ignored=x,y', "two"]
+        assert [line.split(" ", 2)[2] for line in lines] == (due if form == "text" else due[1:])
 
 
 def test_report_says_what_was_computed_and_nothing_of_an_idle_server(monkeypatch, caplog):

@@ -74,7 +74,7 @@ def test_stop_sequence_that_came_is_named(client, say):
     assert answer.content[0].text == text[: text.index(text[6:8])]
 
 
-CHAT = ChatRequest(messages=ASKED)
+CHAT = ChatRequest.of({"messages": ASKED})
 
 
 class Ended:
@@ -137,16 +137,14 @@ FORCED = {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_ch
         ("BadRequestError", "max_tokens", {"max_tokens": 0}),
         ("BadRequestError", "temperature", {"extra_body": {"temperature": 1.5}}),
         ("BadRequestError", "tools", {"tools": [{"name": "a b", "input_schema": {"type": "object"}}]}),
-        ("BadRequestError", "input_schema", {"tools": [{"name": "f", "input_schema": {"type": "string"}}]}),
+        ("BadRequestError", "tools: 0: its schema", {"tools": [{"name": "f", "input_schema": {"type": "string"}}]}),
         ("BadRequestError", "tool_choice", {"tool_choice": {"type": "any"}}),
         ("BadRequestError", "tool_choice", {"tool_choice": {"type": "tool"}}),
         ("BadRequestError", r"output_config\.format: ", wants({"type": "no"})),
         ("BadRequestError", r"output_config\.format cannot", wants({}) | FORCED),
-        ("BadRequestError", "at most 128 calls", {"messages": [ASKED[0], called(*[{}] * 129)]}),
         ("BadRequestError", "leave no room", {"messages": [ASKED[0], called({"a": "\u00e9" * 700_000})]}),
         ("BadRequestError", "image", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
         ("BadRequestError", "messages", {"messages": []}),
-        ("BadRequestError", "prompt tokens", {"max_tokens": 8192}),
     ],
     ids=str,
 )

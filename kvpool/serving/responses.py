@@ -1,0 +1,272 @@
+"""``POST /v1/responses``: requests and answers in the form of OpenAI's newer API, without state."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from openai.types.responses import response_create_params
+from pydantic import Field, PrivateAttr
+
+from kvpool.adapters.mlx_lm.engine import Completion
+from kvpool.serving.answers import End, Event
+from kvpool.serving.blocks import BlockAnswer, arguments_of
+from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Refused, Request, official
+
+TYPES = {"text": "output_text", "thinking": "reasoning_text"}
+ITEMS = {"text": "message", "thinking": "reasoning"}
+PARTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "reasoning_text": "text"}
+FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+class _Chat(ChatRequest):
+    """A chat that a response asks for. Its errors name their field."""
+
+    format_field = "text.format"
+
+
+class ResponsesRequest(Request):
+    """The body. A client sends its whole conversation: nothing is kept."""
+
+    official = official(response_create_params.ResponseCreateParamsBase)
+    not_done: ClassVar = {"background": (False,), "top_logprobs": (0,)} | dict.fromkeys(
+        ("conversation", "moderation", "previous_response_id", "prompt"), ()
+    )
+    tool_types = ("function", "custom")
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str = ""
+    max_output_tokens: int | None = Field(None, ge=1, le=MOST)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS)] = Field([])
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: dict[str, Any] = Field({})
+    text: dict[str, Any] = Field({})
+    stream: bool = False
+
+    _chat: ChatRequest = PrivateAttr()
+
+    def agree(self, defaults: Mapping[str, Any]) -> None:
+        """Make `chat`, the chat that asks for the same."""
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        begun = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        asked: dict[str, Any] = {"messages": begun + _messages(items), "reasoning_effort": self.reasoning.get("effort")}
+        try:
+            asked["tools"] = [_tool(one) for one in self.tools]
+            asked["tool_choice"] = _choice(self.tool_choice)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise Refused(400, f"tools: a tool, or tool_choice, is not whole: {error!r:.80}", "tools") from None
+        if form := self.text.get("format"):
+            is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
+            asked["response_format"] = {"type": "json_schema", "json_schema": form} if is_schema else form
+        asked |= {"parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
+        asked |= {name: getattr(self, name) for name in {"temperature", "top_p"} & self.model_fields_set}
+        asked["max_tokens"] = self.max_output_tokens
+        self._chat = _Chat.of({name: one for name, one in asked.items() if one is not None}, defaults)
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The chat that asks for the same."""
+        return self._chat
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a chat: what an assistant thinks, says and calls in a row is one of them."""
+    told: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        kind, place = item.get("type", "message"), f"input.{number}"
+        try:
+            if kind == "message" and item["role"] != "assistant":
+                told.append({"role": item["role"], "content": _parts(item["content"], place)})
+            elif kind in ("function_call_output", "custom_tool_call_output"):
+                told.append({"role": "tool", "tool_call_id": item["call_id"], "content": _parts(item["output"], place)})
+            elif kind in ("message", "reasoning", "function_call", "custom_tool_call"):
+                if not told or told[-1]["role"] != "assistant" or (kind == "message" and told[-1]["content"]):
+                    told.append({"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []})
+                _add(told[-1], kind, item, place)
+            else:
+                raise Refused(400, f"{place}: an item {kind!r:.80} is not supported, the model takes text", "input")
+        except (AttributeError, KeyError, TypeError) as error:
+            raise Refused(400, f"{place}: the item is not whole: {error!r:.80}", "input") from None
+    return told
+
+
+def _add(turn: dict[str, Any], kind: str, item: dict[str, Any], place: str) -> None:
+    """Add an item to the turn of the assistant."""
+    if kind == "message":
+        turn["content"] = _parts(item["content"], place)
+    elif kind == "reasoning":
+        turn["reasoning_content"] += _parts(item.get("content") or item.get("summary"), place)
+    else:
+        said = item["arguments"] if kind == "function_call" else json.dumps({"input": item["input"]})
+        turn["tool_calls"].append({"id": item["call_id"], "function": {"name": item["name"], "arguments": said}})
+
+
+def _parts(content: Any, place: str) -> str:
+    """Return the text of a content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part["type"] not in PARTS and part["type"] not in ("text", "refusal"):
+            raise Refused(400, f"{place}: {part['type']} is not supported, the model takes text", "input")
+    return "".join([part.get("text") or part.get("refusal") or "" for part in content])
+
+
+def _tool(one: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as chats have it. One that takes free text has it as an argument."""
+    kept = {name: one.get(name) for name in ("name", "description", "parameters", "strict")}
+    if one["type"] == "custom":
+        grammar = (one.get("format") or {}).get("definition")
+        kept |= {"parameters": FREE, "description": "\n".join(filter(None, (one.get("description"), grammar)))}
+    return {"type": "function", "function": kept}
+
+
+def _choice(choice: Any) -> Any:
+    """Return the choice of a tool as chats have it."""
+    if isinstance(choice, str):
+        return choice
+    if choice["type"] == "allowed_tools":
+        tools = [{"type": "function", "function": {"name": one["name"]}} for one in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+class ResponseAnswer(BlockAnswer):
+    """The answer to one request."""
+
+    def __init__(self, asked: ResponsesRequest, *args: Any) -> None:
+        super().__init__(*args)
+        self._free = {one.get("name") for one in asked.tools if one["type"] == "custom"}
+        self._number = -1  # of the last event
+        none = ("error", "incomplete_details", "previous_response_id", "usage", "user")
+        body = self._body
+        self._head: dict[str, Any] = {
+            **dict.fromkeys(none),
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "instructions": asked.instructions or None,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": {},
+            "model": self._model,
+            "output": [],
+            "parallel_tool_calls": asked.parallel_tool_calls,
+            "reasoning": {"effort": body.reasoning_effort, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}, **asked.text},
+            "tool_choice": asked.tool_choice,
+            "tools": asked.tools,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+        }
+
+    def _event(self, name: str, /, **fields: Any) -> Event:
+        self._number += 1
+        return name, {"type": name, "sequence_number": self._number, **fields}
+
+    def opening(self, prompts: int) -> list[Event]:
+        """See `BlockAnswer`."""
+        return [self._event(f"response.{name}", response=self._head) for name in ("created", "in_progress")]
+
+    def begun(self, kind: str, said: Any) -> dict[str, Any]:
+        """See `BlockAnswer`."""
+        if kind == "call":
+            own = {"id": f"fc_{uuid.uuid4().hex}", "call_id": said.id, "name": said.name, "status": "in_progress"}
+            if said.name in self._free:
+                return {"type": "custom_tool_call", "input": "", **own}
+            return {"type": "function_call", "arguments": "", **own}
+        name = ITEMS[kind]
+        head: dict[str, Any] = {"type": name, "id": f"{name[:3]}_{uuid.uuid4().hex}", "status": "in_progress"}
+        head |= {"content": []}
+        if kind == "thinking":
+            return {**head, "summary": []}
+        return {**head, "role": "assistant"}
+
+    def _part(self, kind: str, text: str) -> dict[str, Any]:
+        more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "text" else {}
+        return {"type": TYPES[kind], "text": text, **more}
+
+    def open(self, index: int) -> list[Event]:
+        """See `BlockAnswer`."""
+        block, kind = self._blocks[index], self._kinds[index]
+        events = [self._event("response.output_item.added", output_index=index, item=block)]
+        if kind == "call":
+            return events
+        where = {"item_id": block["id"], "output_index": index, "content_index": 0}
+        return [*events, self._event("response.content_part.added", **where, part=self._part(kind, ""))]
+
+    def delta(self, index: int, kind: str, said: str) -> list[Event]:
+        """See `BlockAnswer`. The input of a tool that takes free text is told at its end."""
+        block, where = self._blocks[index], {"item_id": self._blocks[index]["id"], "output_index": index}
+        if block["type"] == "custom_tool_call":
+            return []
+        if kind == "arguments":
+            return [self._event("response.function_call_arguments.delta", **where, delta=said)]
+        more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
+        return [self._event(f"response.{TYPES[kind]}.delta", **where, content_index=0, delta=said, **more)]
+
+    def close(self, index: int) -> list[Event]:
+        """See `BlockAnswer`."""
+        item, kind = self._item(index), self._kinds[index]
+        where = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "custom_tool_call":
+            said = item["input"]
+            events = [self._event("response.custom_tool_call_input.delta", **where, delta=said)]
+            events += [self._event("response.custom_tool_call_input.done", **where, input=said)]
+        elif kind == "call":
+            own = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._event("response.function_call_arguments.done", **where, **own)]
+        else:
+            where["content_index"], part = 0, item["content"][0]
+            more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
+            events = [self._event(f"response.{part['type']}.done", **where, text=part["text"], **more)]
+            events += [self._event("response.content_part.done", **where, part=part)]
+        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _item(self, index: int) -> dict[str, Any]:
+        """Return a block with what it says."""
+        block, kind, said = self._blocks[index], self._kinds[index], self._said[index]
+        is_cut = self._has_ended and self._reader.is_cut and index == len(self._blocks) - 1
+        own: dict[str, Any] = {"status": "incomplete" if is_cut else "completed"}
+        if block["type"] == "custom_tool_call":
+            own["input"] = (arguments_of(said) or {}).get("input", said)
+        elif kind == "call":
+            own["arguments"] = said
+        else:
+            own["content"] = [self._part(kind, said)]
+        return block | own
+
+    def end(self, completion: Completion) -> list[Event]:
+        """See `BlockAnswer`."""
+        response = self.object(completion)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def failure(self, message: str) -> list[Event]:
+        """See `BlockAnswer`."""
+        response = self._head | {"status": "failed", "error": {"code": "server_error", "message": message}}
+        return [self._event("response.failed", response=response)]
+
+    def object(self, completion: Completion) -> dict[str, Any]:
+        """See `BlockAnswer`."""
+        sample, told = completion.samples[0], self._head
+        cached, written = sample.output.num_cached, len(sample.tokens)
+        usage = {
+            "input_tokens": self._prompt_tokens,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self._prompt_tokens + written,
+        }
+        items = [self._item(index) for index in range(len(self._blocks))]
+        told = told | {"status": "completed", "output": items, "usage": usage}
+        if End.of_sample(self._body, sample).reason == "length" or self._reader.is_cut:
+            told |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return told
