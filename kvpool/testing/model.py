@@ -26,7 +26,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,13 @@ class Opening:
     @property
     def nodes(self) -> list[Node]:
         return [node for node in self.path if len(node.prefix) <= self.hit]
+
+
+def _size_of(layer: Layers) -> dict[str, int]:
+    """What a group says of the size of its arena."""
+    if layer.kind == "state":
+        return {"size": layer.arena.num_blocks}
+    return {} if layer.group.num_blocks is None else {"num_blocks": layer.arena.num_blocks}
 
 
 class ModelPool(CacheModel, AbstractContextManager):
@@ -266,6 +273,52 @@ class ModelPool(CacheModel, AbstractContextManager):
                 self._close(seq)
                 self.changed("close")
         super().drain()
+
+    @public_call
+    def resize(self, num_blocks: Any, arena: int = 0) -> Any:
+        moves: dict[int, Any] = {}
+        sizes = [one.num_blocks for one in self.arenas]
+        for number, size in (num_blocks if isinstance(num_blocks, dict) else {arena: num_blocks}).items():
+            one = self.arena_of("resize", number)
+            moves[one.number] = np.zeros((0, 2), np.int32)
+            sizes[one.number] = args.integer("resize", "num_blocks", size, 1, 2**31 - 1)
+        if self.pending:
+            raise PlanStateError(f"[resize] step {self.pending[-1].id} is pending")
+        if any(seq.load is not None for seq in self.sequences()):
+            raise PlanStateError("[resize] a sequence is being loaded")
+        for one, size in zip(self.arenas, sizes, strict=True):
+            self._refuse_size(one, size)
+        for one, size in zip(self.arenas, sizes, strict=True):
+            name = one.resize(size) if size != one.num_blocks else {}
+            for layer in self.layers if name else ():
+                for table in [seq.tables[layer.index] for seq in self.sequences()] if layer.arena is one else ():
+                    entries = [[name.get(block, block) for block in entry] for entry in table.entries]
+                    table.epoch += entries != table.entries
+                    table.entries = entries
+            if name:
+                self._rename(one, name)
+                moves[one.number] = np.array(list(name.items()), np.int32)
+        self._most_nodes = max(self._most_nodes, self._nodes_for_all())
+        self.num_blocks = sizes[0]
+        groups = [replace(layer.group, **_size_of(layer)) for layer in self.layers]
+        self.options = self.options._replace(num_blocks=sizes[0], groups=tuple(groups))
+        return moves if isinstance(num_blocks, dict) else moves[args.integer("resize", "arena", arena)]
+
+    def _refuse_size(self, arena: Arena, size: int) -> None:
+        """Whether an arena can have so many blocks."""
+        least = max(1, *(() if arena.number else (self.options.watermark, self._bundle_size * self.has_cache)))
+        if size - arena.reserved < least:
+            raise ValueError(f"[resize] {size} blocks for arena {arena.number}, {arena.reserved + least} are the least")
+        slots = max((layer.block_size for layer in self.kv if layer.arena is arena), default=1)
+        if size > arena.num_blocks and size * slots > 2**31 - 1 >= arena.num_blocks * slots:
+            raise CapacityExceeded(f"[resize] {size} blocks of {slots} tokens have more slots than int32 names")
+        short_by = arena.used() - (size - arena.reserved)
+        if short_by > 0:
+            state = {"blank": len(arena.blank), "evictable": len(arena.evictable), "limbo": 0, "arena": arena.number}
+            message = f"[resize] {arena.used()} blocks are in use, {short_by} too many"
+            raise OutOfBlocks(message, needed=arena.used(), short_by=short_by, row=-1, handle=-1, **state)
+        if any(block >= size for block, count in arena.raw.items() if count):
+            raise ValueError(f"[resize] a block behind {size} has raw references")
 
     @public_call
     def reset(self) -> None:

@@ -151,6 +151,21 @@ class Arena:
         while self.limbo and (not pending or self.limbo[0][1] < pending[0].id):
             self.leave(self.limbo.pop(0)[0])
 
+    def resize(self, size: int) -> dict[int, int]:
+        """So many blocks from now on; returns where those went that are behind the end. No step is pending."""
+        self.blank = [*range(size - 1, self.num_blocks - 1, -1), *self.blank]
+        while len(self.blank) < self.num_blocks - size:
+            self.evict_oldest()
+        behind = [block for block in range(size, self.num_blocks) if block not in self.blank]
+        self.blank = [block for block in self.blank if block < size]
+        name = {block: self.blank.pop() for block in behind}
+        self.num_blocks = size
+        self.raw = {name.get(block, block): count for block, count in self.raw.items()}
+        self.marked = {name.get(block, block) for block in self.marked}
+        self.unused = [name.get(block, block) for block in self.unused]
+        self.dropped = [block for block in self.dropped if block < size and block not in name.values()]
+        return name
+
     def take_raw(self, count: int) -> list[int]:
         """The next blocks, which get a raw reference."""
         return self.add_raw([self.take() for _ in range(count)])

@@ -187,6 +187,7 @@ class CacheModel(PoolModel):
         if self.has_cache and self._bundle_size > room:
             self.shutdown()
             raise ValueError(f"[Pool] a checkpoint has {self._bundle_size} blocks, arena 0 has {room}")
+        self._most_nodes = self._nodes_for_all()  # it never becomes less
         self._events: deque[tuple] = deque(maxlen=self.options.events)
         self._lost_events = 0
 
@@ -228,7 +229,7 @@ class CacheModel(PoolModel):
             self._next_root += 1
         return self._last_root[namespace]
 
-    def _most_nodes(self) -> int:
+    def _nodes_for_all(self) -> int:
         """Base blocks of all that full groups hold, and of one entry of each row."""
         held = [0] * len(self.arenas)
         for layer in self._full:
@@ -435,7 +436,7 @@ class CacheModel(PoolModel):
         self._sweep()
         key: Any = seq.root, tuple(seq.tokens[:length])
         if key not in self._nodes:
-            while len(self._nodes) >= self._most_nodes() and self.evict_for(None):
+            while len(self._nodes) >= self._most_nodes and self.evict_for(None):
                 self._sweep()
             self._nodes[key] = Node(key[0], key[1], seq.node)
             self.counters["inserted"] += 1
@@ -470,11 +471,28 @@ class CacheModel(PoolModel):
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
+    def _rename(self, arena: Arena, name: dict[int, int]) -> None:
+        """Blocks of an arena have other names: what the cache knows of them."""
+        committed = {id(entry): entry for (number, _), entry in self.entries.items() if number == arena.number}
+        rest = {key: entry for key, entry in self.entries.items() if key[0] != arena.number}
+        for entry in committed.values():
+            entry.blocks = [name.get(block, block) for block in entry.blocks]
+            rest |= {(arena.number, block): entry for block in entry.blocks}
+        self.entries = rest
+        for mark in self._taken if not arena.number else ():
+            for bundle in mark.bundles.values():
+                bundle[:] = [name.get(block, block) for block in bundle]
+        for load in self._loads:
+            load.slots = [
+                name.get(slot, slot) if layer.arena is arena else slot
+                for layer, slot in zip(self.states, load.slots, strict=True)
+            ]
+
     def _marks_of(self, seq: Sequence) -> list[Checkpoint]:
         return [mark for mark in self._taken if mark.owner == seq.handle]
 
     def _is_crowded(self) -> bool:
-        return len(self._taken) == self._most_nodes() // NODES_PER_CHECKPOINT + 1
+        return len(self._taken) == self._most_nodes // NODES_PER_CHECKPOINT + 1
 
     def _has_room(self) -> bool:
         """Whether there is room for one more checkpoint, if what may leave makes room."""

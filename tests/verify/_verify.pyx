@@ -32,7 +32,7 @@ REFUSALS = (errors.OutOfBlocks, errors.OutOfSequences, errors.CapacityExceeded, 
 cdef enum:                      # in the order of WORDS
     OPEN, PROMPT, STEP, PREFILL, CHUNKED, RESERVE, EXECUTE, DONE, DONE_ANY, ROLLBACK, COMMIT, LIE, FORK, TRUNCATE, CLOSE
     CLOSE_FINISHED, DEFER_CLOSE, UNSHARE, COMPACT, EVICT_BLOCKS, PIN, MATCH, EVICT, FLUSH, LOAD, LOADED, ALLOC, INCREF
-    DECREF, MARK_CACHED, TOUCH, CAN, EVENTS, STALE, READ, BIND, RESET, NUM_WORDS
+    DECREF, MARK_CACHED, TOUCH, CAN, EVENTS, STALE, READ, BIND, RESET, RESIZE, NUM_WORDS
 
 cdef enum:
     MOST_RAW = 48
@@ -1285,6 +1285,38 @@ cdef class Run(Calls):
             self.prefix.events()
         return 0
 
+    cdef int op_resize(self, const Word* w) except -1:
+        """Between two steps, and where the caller names no block: up to twice as many, or about as few as are in use."""
+        cdef int32_t a = <int32_t>(w.a % <uint32_t>self.num_arenas), k, source, target, size = 2 * self.first_blocks[a]
+        if self.num_raw or self.num_queue or self.num_deferred:
+            return 0
+        if w.b & 3:
+            size = self.pool.stats(a).used + self.reserved_in(a) - 1 + <int32_t>(w.c % 6)
+        elif w.b & 4:
+            size = self.first_blocks[a] + <int32_t>(w.c % <uint32_t>(self.first_blocks[a] + 1))
+        moves = self.call("pool.resize", self.pool.resize, (size, a))
+        if moves is None:
+            return 0
+        for k in range(self.num_blocks[a], size):
+            self.poison(a, k)
+        for source, target in moves.tolist():
+            if not self.reserved_in(a) <= target < size <= source < self.num_blocks[a]:
+                self.wrong("block {0} of arena {1} moved to {2}, of {3}", source, a, target, size)
+            memcpy(self.cell[a] + target * self.room[a], self.cell[a] + source * self.room[a],
+                   self.room[a] * sizeof(uint64_t))
+        self.num_blocks[a] = size
+        for k in range(self.num_live):
+            self.see_tables(self.live[k], 0, False)
+        return 0
+
+    cdef int32_t reserved_in(self, int32_t a) noexcept nogil:
+        """Reserved blocks of an arena; one of states has none."""
+        cdef int32_t g
+        for g in range(self.num_groups):
+            if self.group[g].kind == STATE and self.group[g].arena == a:
+                return 0
+        return self.reserved
+
     cdef int op_execute(self, const Word* w) except -1:
         return self.execute_next() if self.num_executed < self.num_queue else 0
 
@@ -1369,5 +1401,5 @@ OPS = [                         # in the order of WORDS
     Run.op_done, Run.op_rollback, Run.op_commit, Run.op_lie, Run.op_fork, Run.op_truncate, Run.op_close, Run.op_close,
     Run.op_defer, Run.op_unshare, Run.op_compact, Run.op_evict_blocks, Run.op_prompt, Run.op_match, Run.op_evict,
     Run.op_flush, Run.op_prompt, Run.op_loaded, Run.op_alloc, Run.op_incref, Run.op_decref, Run.op_cached,
-    Run.op_cached, Run.op_step, Run.op_events, Run.op_stale, Run.op_read, Run.op_bind, Run.op_reset,
+    Run.op_cached, Run.op_step, Run.op_events, Run.op_stale, Run.op_read, Run.op_bind, Run.op_reset, Run.op_resize,
 ]

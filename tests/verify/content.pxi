@@ -128,6 +128,7 @@ cdef class Content:
     cdef int32_t num_groups, num_kv, num_arenas, num_plans, max_seqs, reserved, lookahead, block_size
     cdef Layer[MOST_GROUPS] group
     cdef int32_t[MOST_ARENAS] num_blocks
+    cdef int32_t[MOST_ARENAS] first_blocks      # as many as the pool was made with; there is memory for twice as many
     cdef int32_t[MOST_ARENAS] room      # cells of a block
     cdef (uint64_t*)[MOST_ARENAS] cell
     cdef Row* row                       # [max_seqs]
@@ -169,7 +170,8 @@ cdef class Content:
             self.most_width = max(self.most_width, self.group[k].width)
         for a in range(self.num_arenas):
             self.room[a] = max(self.room[a], 1)
-            self.cell[a] = <uint64_t*>calloc(self.num_blocks[a] * self.room[a], sizeof(uint64_t))
+            self.first_blocks[a] = self.num_blocks[a]
+            self.cell[a] = <uint64_t*>calloc(2 * self.num_blocks[a] * self.room[a], sizeof(uint64_t))
             for i in range(self.num_blocks[a] * self.room[a]):
                 self.cell[a][i] = POISON
         self.row = <Row*>calloc(self.max_seqs, sizeof(Row))

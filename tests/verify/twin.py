@@ -137,7 +137,11 @@ class Twin(Wrapped):
             raise raised
         if name in ("open", "pin") and not self.first:
             self.first = got - (want - self.first_of_model)
-        self.same(name, got, want, self.are_renamed and name in ("alloc", "bundle"))
+        if name == "resize" and self.are_renamed:  # other blocks move, and with them other rows are dirty
+            for plan in self.plans:
+                self.bind(plan)
+        else:
+            self.same(name, got, want, self.are_renamed and name in ("alloc", "bundle"))
         if name == "alloc":
             self.taken[arena or 0].update(zip(got.tolist(), want.tolist(), strict=True))
         elif name == "reset":

@@ -9,7 +9,7 @@ import kvpool
 
 CALLS = (
     *("open", "loaded", "fork", "truncate", "close", "close_finished", "defer_close", "can", "step", "reserve", "done"),
-    *("rollback", "unshare", "compact", "evict_blocks", "reset"),
+    *("rollback", "unshare", "compact", "evict_blocks", "reset", "resize"),
 )
 
 
