@@ -47,6 +47,7 @@ cdef struct Scratch:
     int64_t nbytes              # only the caller that is inside the store changes it, anybody may read it
 
 
+@cython.internal
 cdef class Arguments:
     """The buffers that one call at a time holds. A call is `begin`, any number of `take`, and `end` in any case."""
 
@@ -150,6 +151,7 @@ cdef int64_t span_below(const Py_buffer* view, int dimension) noexcept nogil:
     return span
 
 
+@cython.internal
 cdef class Bases:
     """Buffers, held as long as this object lives; contiguous ones unless they are taken as strided."""
 

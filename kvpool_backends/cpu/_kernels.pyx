@@ -12,6 +12,7 @@ from math import prod
 
 import numpy as np
 
+cimport cython
 from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_RECORDS_RO, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
@@ -95,10 +96,21 @@ cdef const kv_isa* find_isa(str name) noexcept:
     return NULL
 
 
+cdef int usable_cpus() except -1:
+    """CPUs that this process may use, within a container's share of their time (cgroup v2)."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = map(int, file.read().split())
+    except (OSError, ValueError):       # no such limit, "max 100000"
+        return cpus
+    return max(1, min(cpus, -(-quota // period)))
+
+
 cdef int read_environment() except -1:
     global default_kernels, process_threads
     default_kernels = kv_isa_at(kv_isa_count() - 1)
-    process_threads = max(1, min(kv_cpus(), MOST_THREADS))
+    process_threads = min(usable_cpus(), MOST_THREADS)
     name = os.environ.get("KVPOOL_CPU_ISA")
     if name:
         default_kernels = find_isa(name)

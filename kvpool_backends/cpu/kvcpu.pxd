@@ -79,7 +79,6 @@ cdef extern from "kvcpu.h" nogil:
     void kv_blocks(kv_task task, const kv_layer* layers, int64_t num_layers, const int64_t* blocks,
                    int64_t num_blocks, char* data, int num_threads)
     float kv_read_sum(const kv_isa* isa, const char* bytes, int64_t nbytes, int num_threads)
-    int kv_cpus()
     int kv_isa_count()
     const kv_isa* kv_isa_at(int index)
     const char* kv_isa_name(const kv_isa* isa)

@@ -32,10 +32,14 @@ static int64_t row_queries(const kv_attention *call, int64_t row) {
     return call->cu_q_lens[row + 1] - call->cu_q_lens[row];
 }
 
+/* The first token that a query at `position` sees. */
+static int64_t seen_from(const kv_attention *call, int64_t position) {
+    return call->window > position ? 0 : position - call->window + 1;
+}
+
 /* The first token that any query of the row sees. */
 static int64_t row_begin(const kv_attention *call, int64_t row) {
-    const int64_t position = call->seq_lens[row] - row_queries(call, row);
-    return call->window > position ? 0 : position - call->window + 1;
+    return seen_from(call, call->seq_lens[row] - row_queries(call, row));
 }
 
 /* Of the context from `begin` on. */
@@ -45,9 +49,7 @@ static int64_t row_parts(const kv_attention *call, int64_t row, int64_t begin) {
 
 /* The first token whose scores are computed: of a chunk only the newest query has any. */
 static int64_t scores_begin(const kv_attention *call, int64_t row) {
-    const int64_t position = call->seq_lens[row] - 1;
-    if (row_queries(call, row) <= DECODE_QUERIES) return row_begin(call, row);
-    return call->window > position ? 0 : position - call->window + 1;
+    return row_queries(call, row) <= DECODE_QUERIES ? row_begin(call, row) : seen_from(call, call->seq_lens[row] - 1);
 }
 
 static int64_t score_items(const kv_attention *call, int64_t row) {

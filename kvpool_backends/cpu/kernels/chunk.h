@@ -60,26 +60,18 @@ static int64_t chunk_max_rows(const kv_attention *call) {
     return round_up(queries * (call->num_q_heads / call->layer->num_kv_heads), VL);
 }
 
-/* Cuts the scratch of one thread into the item's arrays; returns the number of floats. `scratch` NULL: only count. */
+/* Cuts the scratch of one thread into the item's arrays; see `carve`. */
 static int64_t chunk_carve(chunk_item *item, const kv_attention *call, float *scratch) {
     const int64_t rows = chunk_max_rows(call), dim = call->layer->k.dim, v_dim = call->layer->v.dim;
     const int64_t v_rows = round_up(v_dim, CHUNK_MR);
-    struct {
-        float **array;
-        int64_t size;
-    } parts[] = {
+    const kv_need needs[] = {
         {&item->q, rows * dim},         {&item->out, rows * v_rows},
         {&item->top, rows},             {&item->sum, rows},
         {&item->query, rows},           {&item->slope, rows},
         {&item->keys, CHUNK_KEYS * dim + VL}, {&item->values, CHUNK_KEYS * v_rows},
         {&item->scores, CHUNK_KEYS * CHUNK_LANES}, {&item->line, (dim > v_rows ? dim : v_rows) + VL},
     };
-    int64_t used = 0;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-        if (scratch) *parts[i].array = scratch + used;
-        used += round_up(parts[i].size, 16); /* whole cache lines */
-    }
-    return used;
+    return carve(needs, sizeof needs / sizeof *needs, scratch);
 }
 
 static int64_t chunk_scratch_floats(const kv_attention *call) {

@@ -21,49 +21,19 @@
 typedef struct {
     const kv_attention *call;
     int64_t row, first_query, num_queries, group, lanes, num_lanes; /* lanes of a KV head, lanes of all */
-    int64_t k_padded, v_padded;
+    int64_t k_padded, v_padded, floats; /* floats: of the scratch */
     float *largest, *sum, *acc;      /* the state: [num_lanes], [num_lanes], [num_lanes, v_padded] */
     float *q;                        /* [num_lanes, k_padded] scaled */
     float *scores, *decay;           /* of one KV head: [lanes, ROOM], [lanes] */
-    char *zeros;                     /* a value vector */
+    float *zeros;                    /* a value vector */
     factors k, v;                    /* of the tile, where quantized, and the next two */
     float *q_sums;                   /* [num_lanes, groups] */
     float *scaled, *shifts;          /* of one KV head: [groups, lanes, ROOM], [lanes, groups] */
 } decoding;
 
-/* Floats that fill cache lines. */
-static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
-
 static int64_t partial_floats(const kv_attention *call, int64_t num_queries) {
     const int64_t num_lanes = num_queries * call->num_q_heads;
     return 2 * whole_lines(num_lanes) + num_lanes * padded(call->layer->v.dim);
-}
-
-/* Floats that quantized planes want in the scratch; laid out there if `run` is given. */
-static int64_t quantized_floats(const kv_layer *layer, int64_t num_lanes, int64_t lanes, decoding *run,
-                                float *scratch) {
-    const int64_t heads = layer->num_kv_heads, k_groups = kv_groups(&layer->k), v_groups = kv_groups(&layer->v);
-    decoding unused;
-    if (run == NULL) run = &unused;
-    struct { float **part; int64_t floats; } parts[] = {
-        {&run->k.scales, heads * k_groups * TILE + 4}, {&run->k.biases, heads * k_groups * TILE + 4},
-        {&run->v.scales, heads * v_groups * TILE}, {&run->v.biases, heads * v_groups * TILE},
-        {&run->q_sums, num_lanes * k_groups}, {&run->scaled, v_groups * lanes * ROOM},
-        {&run->shifts, v_groups * lanes},
-    };
-    int64_t used = 0;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-        *parts[i].part = scratch == NULL ? NULL : scratch + used;
-        used += whole_lines(parts[i].floats);
-    }
-    return used;
-}
-
-static int64_t decode_scratch_floats(const kv_attention *call, int64_t num_queries) {
-    const int64_t num_lanes = num_queries * call->num_q_heads, lanes = num_lanes / call->layer->num_kv_heads;
-    const int64_t v_padded = padded(call->layer->v.dim);
-    return partial_floats(call, num_queries) + num_lanes * padded(call->layer->k.dim) + lanes * ROOM
-        + whole_lines(lanes) + v_padded + quantized_floats(call->layer, num_lanes, lanes, NULL, NULL);
 }
 
 static void decoding_set_state(decoding *run, float *state) {
@@ -72,23 +42,33 @@ static void decoding_set_state(decoding *run, float *state) {
     run->acc = run->sum + whole_lines(run->num_lanes);
 }
 
-/* Of a row's newest queries. Lays the scratch out; the state comes last. */
+/* Of a row's newest queries. The state comes last in the scratch; NULL: only the size of that is asked for. */
 static decoding decoding_of(const kv_attention *call, int64_t row, int64_t num_queries, float *scratch) {
-    decoding run = {.call = call, .row = row, .num_queries = num_queries};
+    const kv_layer *layer = call->layer;
+    const int64_t heads = layer->num_kv_heads, k_groups = kv_groups(&layer->k), v_groups = kv_groups(&layer->v);
+    decoding run = {
+        .call = call, .row = row, .num_queries = num_queries, .group = call->num_q_heads / heads,
+        .lanes = num_queries * call->num_q_heads / heads, .num_lanes = num_queries * call->num_q_heads,
+        .k_padded = padded(layer->k.dim), .v_padded = padded(layer->v.dim),
+    };
+    const kv_need needs[] = {
+        {&run.q, run.num_lanes * run.k_padded}, {&run.scores, run.lanes * ROOM}, {&run.decay, run.lanes},
+        {&run.zeros, run.v_padded},
+        {&run.k.scales, heads * k_groups * TILE + 4}, {&run.k.biases, heads * k_groups * TILE + 4},
+        {&run.v.scales, heads * v_groups * TILE}, {&run.v.biases, heads * v_groups * TILE},
+        {&run.q_sums, run.num_lanes * k_groups}, {&run.scaled, v_groups * run.lanes * ROOM},
+        {&run.shifts, v_groups * run.lanes},
+    };
+    const int64_t used = carve(needs, sizeof needs / sizeof *needs, scratch);
+    run.floats = used + partial_floats(call, num_queries);
+    if (scratch == NULL) return run;
     run.first_query = call->cu_q_lens[row + 1] - num_queries;
-    run.group = call->num_q_heads / call->layer->num_kv_heads;
-    run.lanes = run.num_queries * run.group;
-    run.num_lanes = run.num_queries * call->num_q_heads;
-    run.k_padded = padded(call->layer->k.dim);
-    run.v_padded = padded(call->layer->v.dim);
-    run.q = scratch;
-    run.scores = run.q + run.num_lanes * run.k_padded;
-    run.decay = run.scores + run.lanes * ROOM;
-    run.zeros = (char *)(run.decay + whole_lines(run.lanes));
-    float *rest = run.decay + whole_lines(run.lanes) + run.v_padded;
-    rest += quantized_floats(call->layer, run.num_lanes, run.lanes, &run, rest);
-    decoding_set_state(&run, rest);
+    decoding_set_state(&run, scratch + used);
     return run;
+}
+
+static int64_t decode_scratch_floats(const kv_attention *call, int64_t num_queries) {
+    return decoding_of(call, 0, num_queries, NULL).floats;
 }
 
 /* The token (counted in call->q) and the query head of a lane. */
@@ -298,7 +278,7 @@ static void used_values(const decoding *run, const kv_tile *tile, int64_t offset
     for (int64_t t = 0; t < tile->count; t++) {
         int is_used = 0;
         for (int64_t lane = i; lane < end; lane++) is_used |= run->scores[lane * ROOM + t] != 0;
-        values[t] = is_used ? tile->v[t] + offset : run->zeros;
+        values[t] = is_used ? tile->v[t] + offset : (const char *)run->zeros;
     }
 }
 

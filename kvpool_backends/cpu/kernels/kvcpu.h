@@ -131,7 +131,6 @@ typedef void (*kv_work)(void *context, int64_t item, int thread);
  * threads, the caller among them (thread 0); returns 0 when all are done, or 1 when `ask` said so (NULL: nobody is
  * asked) and no item is being worked on any more. When another call has the workers, the caller works alone. */
 int kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads, kv_ask ask);
-int kv_cpus(void); /* that this process may use */
 
 /* -------- instruction sets (dispatch.c) -------- */
 

@@ -5,17 +5,12 @@
  * closely) and then asleep. Items are handed out one by one, so unequal ones balance. A caller never waits for a worker
  * that is still asleep: what it did not join when the items ran out, it does not join any more.
  */
-#if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE 1 /* sched_getaffinity */
-#endif
 #include "kvcpu.h"
 
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <time.h>
-#include <unistd.h>
 
 enum { MAX_WORKERS = 1023, SPIN_NANOSECONDS = 50000, ASK_NANOSECONDS = 20000000 };
 
@@ -156,25 +151,4 @@ int kv_parallel(kv_work work, void *context, int64_t num_items, int num_threads,
         else sched_yield(); /* a worker has lost its core in the middle of an item */
     atomic_flag_clear_explicit(&pool.busy, memory_order_release);
     return is_stopped;
-}
-
-/* A container's share of CPU time (cgroup v2), in whole CPUs; 0 where none is set. */
-static int quota_cpus(void) {
-    long long quota = 0, period = 0;
-    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r");
-    if (file == NULL) return 0;
-    const int fields = fscanf(file, "%lld %lld", &quota, &period); /* "max 100000" where there is no limit */
-    fclose(file);
-    return fields == 2 && quota > 0 && period > 0 ? (int)((quota + period - 1) / period) : 0;
-}
-
-int kv_cpus(void) {
-    int cpus = (int)sysconf(_SC_NPROCESSORS_ONLN);
-#if defined(__linux__)
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) cpus = CPU_COUNT(&allowed);
-#endif
-    const int quota = quota_cpus();
-    if (quota > 0 && quota < cpus) cpus = quota;
-    return cpus < 1 ? 1 : cpus;
 }

@@ -7,6 +7,24 @@ enum {
     LINE = 64, /* bytes of a cache line */
 };
 
+/* Floats that fill cache lines. */
+static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+typedef struct {
+    float **array;
+    int64_t floats;
+} kv_need;
+
+/* Cuts a scratch into arrays, and returns the floats that they take. `scratch` NULL: only counts. */
+static int64_t carve(const kv_need *needs, size_t count, float *scratch) {
+    int64_t used = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (scratch) *needs[i].array = scratch + used;
+        used += whole_lines(needs[i].floats);
+    }
+    return used;
+}
+
 typedef struct {
     int64_t first, count;               /* tokens [first, first + count), count <= TILE */
     const char *k[TILE + 4], *v[TILE + 4]; /* of head 0; filled up with the last one */
