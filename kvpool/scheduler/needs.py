@@ -111,8 +111,8 @@ class Needs:
 
         Their first `shared` tokens, a multiple of `unit`, are another sequence's. `forks`: they may share their state.
         """
-        tokens, shared = np.broadcast_arrays(np.asarray(tokens, int64), np.asarray(shared, int64))
-        found = np.zeros((*tokens.shape, self.num_arenas), int64)
+        tokens, shared = np.asarray(tokens, int64), np.asarray(shared, int64)
+        found = np.zeros((*np.broadcast(tokens, shared).shape, self.num_arenas), int64)
         for layers in self._layers:
             size = layers.block_size
             if layers.group.kind == "state":
@@ -137,9 +137,9 @@ class Needs:
 
         The prefix cache had the first `found` tokens. Behind a window it gives no more than the next query reads.
         """
-        arrays = (np.asarray(array, int64) for array in (tokens, shared, found, evicted))
-        tokens, shared, found_tokens, evicted = np.broadcast_arrays(*arrays)
-        found = np.zeros((*tokens.shape, self.num_arenas), int64)
+        arrays = [np.asarray(array, int64) for array in (tokens, shared, found, evicted)]
+        tokens, shared, found_tokens, evicted = arrays
+        found = np.zeros((*np.broadcast(*arrays).shape, self.num_arenas), int64)
         for layers in self._layers:
             if layers.group.kind == "state":
                 found[..., layers.arena] += tokens > shared

@@ -474,7 +474,8 @@ class Scheduler:
 
     def _prefill_chunks(self, budget: int, most: int) -> list[tuple[int, int]]:
         """Continue running prefills, then spend the rest of the budget on admissions."""
-        core, chunks = self._core, list[tuple[int, int]]()
+        core = self._core
+        chunks: list[tuple[int, int]] = []
         core.growing = None
         if not (core.count[PREFILLING] or core.count[WAITING] or core.spilled):
             return chunks
