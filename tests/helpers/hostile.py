@@ -124,7 +124,7 @@ PATHS = {
 }
 SHARES = (5, 4, 2, 1)  # of the requests
 UNKNOWN = ("suffix", "guided_json", "adapters", "draft_model", "functions", "x" * 300, "", "\0")
-#: Forms of answers that a grammar library may refuse or give up, but that may stop nobody.
+#: Forms of answers that a grammar library may refuse or break off, but that may stop nobody else.
 NESTED = "a"
 for _ in range(6):
     NESTED = f"({NESTED}|b{{1,99}})*"
@@ -183,7 +183,7 @@ def _spoiled(draw, body, path):
 
 
 def formed(draw):
-    """A request with a form that may be too much. It may be refused, or given up."""
+    """A request with a form that may be too much. It may be refused, or end in an error."""
     body = {"prompt": "a", "max_tokens": draw.choice((1, 5, 30)), "response_format": draw.choice(FORMS)}
     return "/v1/completions", body, {200, 400, 500}
 
