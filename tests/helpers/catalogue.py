@@ -19,7 +19,7 @@ from kvpool.errors import KVPoolError
 from kvpool.testing import ModelPlan, ModelPool, conformance, conformance_attention
 from kvpool.testing.model_blocks import ModelBlocks, public_call
 
-#: What finds a bug: an assertion, a refusal that is missing, or one that nobody asked for. Anything else is a broken test.
+#: What finds a bug: an assertion, a refusal that is missing, or one that nobody asked for. Else the test is broken.
 CONVICTIONS = (AssertionError, pytest.fail.Exception, KVPoolError, ValueError, IndexError, RecursionError)
 
 
