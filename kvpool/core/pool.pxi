@@ -187,11 +187,11 @@ cdef class Pool:
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1:
         """Groups that `read_groups` accepted, and their arenas."""
         cdef Seqs* s = &self.state.seqs
+        cdef list sizes = arena_sizes(groups, self.state.blocks.num_blocks)
         cdef Groups* gs = <Groups*>xcalloc(1, sizeof(Groups))
         cdef LayerGroup* g
         cdef int64_t tokens = s.max_blocks * self.state.blocks.block_size
         cdef int32_t k
-        cdef list sizes = arena_sizes(groups, self.state.blocks.num_blocks)
         if gs == NULL:
             raise MemoryError("[Pool] no memory for layer groups")
         self.state.groups = gs
@@ -1286,19 +1286,21 @@ cdef class Pool:
             Something does not hold; the message says what.
         """
         cdef char[FINDING] finding
-        cdef bint wrong
-        cdef int32_t room
-        cdef int32_t* seen
-        pool_enter(&self.state, "check")
-        room = audit_room(&self.state)
-        pool_leave(&self.state)
-        seen = <int32_t*>xcalloc(2 * <size_t>room + 1, sizeof(int32_t))
-        if seen == NULL:
-            raise MemoryError(f"[check] no memory for {room} blocks or nodes")
+        cdef bint wrong = False
+        cdef int32_t room = 0, needed = 1
+        cdef int32_t* seen = NULL
         try:
-            pool_enter(&self.state, "check")
-            wrong = find_fault(&self.state, seen, room, finding)
-            pool_leave(&self.state)
+            while needed > room:                # which another thread may resize
+                room = needed
+                xfree(seen)
+                seen = <int32_t*>xcalloc(2 * <size_t>room + 1, sizeof(int32_t))
+                if seen == NULL:
+                    raise MemoryError(f"[check] no memory for {room} blocks or nodes")
+                pool_enter(&self.state, "check")
+                needed = audit_room(&self.state)
+                if needed <= room:
+                    wrong = find_fault(&self.state, seen, room, finding)
+                pool_leave(&self.state)
         finally:
             xfree(seen)
         if wrong:

@@ -196,6 +196,11 @@ cdef void tables_move(Groups* gs, int32_t arena, int32_t end) noexcept nogil:
                 tail_refresh(gs, g, slot)
 
 
+cdef inline bint has_columns(const Groups* gs, int32_t role) noexcept nogil:
+    """Whether `column_after` of a block with such a role says anything."""
+    return role == LATER_COLUMN or (0 < role <= 2 * MAX_GROUPS and gs.group[(role - 1) % MAX_GROUPS].columns > 1)
+
+
 cdef void tree_move(Groups* gs, int32_t arena, int32_t end, const int32_t* moves, int32_t count) noexcept nogil:
     """What the tree knows of blocks that moved. O(blocks + blocks of checkpoints)."""
     cdef Tree* t = gs.tree
@@ -217,7 +222,7 @@ cdef void tree_move(Groups* gs, int32_t arena, int32_t end, const int32_t* moves
             if known[0] == id:
                 known[0] = to
     for id in range(end if column_after != NULL else 0):
-        if stands[id].role != NO_ROLE and stands[id].role != BUNDLE and column_after[id] >= end:
+        if has_columns(gs, stands[id].role) and column_after[id] >= end:
             column_after[id] = place_of(b, end, column_after[id])
     for m in range(t.fresh_checkpoint if arena == 0 else 0):
         for k in range(t.bundle_size if t.checkpoint[m].position else 0):

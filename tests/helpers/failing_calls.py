@@ -166,16 +166,17 @@ def sweep_core(shape: Shape) -> Counter[str]:
 
 
 def main(seed: str, planted: str = "") -> None:
-    """Fail Python's allocations in all calls of a program; one JSON object."""
+    """Fail Python's allocations in all calls of two programs; one JSON object."""
     gc.disable()
-    Failing.fail, findings = staticmethod(fail_in_python), []
+    Failing.fail, points, findings = staticmethod(fail_in_python), 0, []
     if planted:
         kvpool.Pool = Careless  # type: ignore[misc]
-    try:
-        sweep_core(script(int(seed)))
-    except Exception as error:  # whatever it is
-        findings.append(repr(error))
-    print(json.dumps({"points": Failing.met.total(), "findings": findings}))
+    for make in (script, script_with_groups):
+        try:
+            points += sweep_core(make(int(seed))).total()
+        except Exception as error:  # whatever it is
+            findings.append(repr(error))
+    print(json.dumps({"points": points, "findings": findings}))
 
 
 if __name__ == "__main__":

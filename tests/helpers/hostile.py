@@ -165,7 +165,7 @@ SHARES = (5, 4, 2, 2, 1)  # of the requests
 UNKNOWN = ("draft_model", "num_ctx", "user", "metadata", "x" * 300, "", "\0", "a\r\nb: c", "\u00e9")
 NOT_DONE = {"/v1/completions": ("guided_json", "suffix"), "/v1/chat/completions": ("adapters", "audio")}
 NOT_DONE |= {"/v1/responses": ("conversation", "prompt"), "/v1/messages": ("thread",)}
-#: Forms of answers that a grammar library may refuse or give up, but that may stop nobody.
+#: Forms of answers that a grammar library may refuse or break off, but that may stop nobody else.
 NESTED = "a"
 for _ in range(6):
     NESTED = f"({NESTED}|b{{1,99}})*"
@@ -226,7 +226,7 @@ def _spoiled(draw, body, path):
 
 
 def formed(draw):
-    """A request with a form that may be too much. It may be refused, or given up."""
+    """A request with a form that may be too much. It may be refused, or end in an error."""
     body = {"prompt": "a", "max_tokens": draw.choice((1, 5, 30)), "response_format": draw.choice(FORMS)}
     return "/v1/completions", body, {200, 400, 500}
 

@@ -1288,15 +1288,19 @@ cdef class Run(Calls):
     cdef int op_resize(self, const Word* w) except -1:
         """Between two steps, and where the caller names no block: up to twice as many, or about as few as are in use."""
         cdef int32_t a = <int32_t>(w.a % <uint32_t>self.num_arenas), k, source, target, size = 2 * self.first_blocks[a]
-        if self.num_raw or self.num_queue or self.num_deferred:
+        if self.num_raw or self.num_deferred:
             return 0
+        if w.b & 8:
+            self.finish_plans()
         if w.b & 3:
-            size = self.pool.stats(a).used + self.reserved_in(a) - 1 + <int32_t>(w.c % 6)
+            size = min(size, <int32_t>(self.pool.stats(a).used + self.reserved_in(a) - 1 + <int32_t>(w.c % 6)))
         elif w.b & 4:
             size = self.first_blocks[a] + <int32_t>(w.c % <uint32_t>(self.first_blocks[a] + 1))
         moves = self.call("pool.resize", self.pool.resize, (size, a))
         if moves is None:
             return 0
+        if self.oldest() >= 0:
+            self.wrong("arena {0} was resized while plans are pending", a)
         for k in range(self.num_blocks[a], size):
             self.poison(a, k)
         for source, target in moves.tolist():

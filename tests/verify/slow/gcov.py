@@ -40,8 +40,8 @@ ASKS = re.compile(
 )
 DECIDES = re.compile(r"\b(?:if|elif|while|and|or|for)\b")
 Place = tuple[str, int]  # file, line
-Lines = dict[Place, int]  # -> times run
-Branches = dict[tuple[str, int, str, int], int]  # (file, line, C, which) -> times taken
+Lines = Counter[Place]  # -> times run
+Branches = Counter[tuple[str, int, str, int]]  # (file, line, C, which) -> times taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,7 @@ def counted(arguments: Iterable[list[str]], left_out: str = "") -> tuple[Lines, 
         done = run("coverage", argv)
         if done.returncode:
             raise RuntimeError(f"[gcov] {argv} failed:\n{done.stdout[-3000:]}{done.stderr[-2000:]}")
-    lines: Lines = {}
-    branches: Branches = {}
+    lines, branches = Lines(), Branches()
     with tempfile.TemporaryDirectory() as place:
         notes = [str(path) for path in folder.rglob("*.gcno") if path.stem != left_out]
         subprocess.run(["gcov", "-b", "-c", "-j", *notes], cwd=place, check=True, capture_output=True)
@@ -128,26 +127,12 @@ def add(report: dict, folder: Path, lines: Lines, branches: Branches) -> None:
             if not ran:
                 continue
             key = (place[0], statement.line)
-            lines[key] = lines.get(key, 0) + ran[0]["count"]
+            lines[key] += ran[0]["count"]
+            asked = [number for number, text in enumerate(piece, first) if statement.nogil or ASKS.match(text)]
+            ways = [way["count"] for number in asked for found in at.get(number, ()) for way in found["branches"]]
             alike = re.sub(r"__pyx_\w+", "_", "".join(piece))
-            if statement.nogil or statement.decides:
-                add_branches(statement, key, alike, at, first, piece, branches)
-
-
-def add_branches(
-    statement: Statement, key: Place, alike: str, at: dict[int, list[dict]], first: int, piece: list[str],
-    branches: Branches,
-) -> None:  # fmt: skip
-    """The ways out of the conditions in one piece of C."""
-    which: Counter[str] = Counter()
-    for number, text in enumerate(piece, first):
-        if not statement.nogil and not ASKS.match(text):
-            continue
-        for found in at.get(number, ()):
-            for branch in found["branches"]:
-                way = (*key, alike, which[alike])
-                which[alike] += 1
-                branches[way] = branches.get(way, 0) + branch["count"]
+            for which, count in enumerate(ways if statement.nogil or statement.decides else ()):
+                branches[(*key, alike, which)] += count
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,10 @@ from tests.verify._verify import Run
 from tests.verify.words import FULL_ONLY, shape_of
 from tests.verify.wrapped import Wrapped
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not callgrind.is_here(), reason="valgrind counts the instructions, and is not here"),
+]
 SEEDS, WORDS, WITHIN = (3, 6, 10, 13), 800, 0.05
 TAKEN, FEW_TAKEN, GROUPS = (1_000, 30_000, 1_000_000), (1_000, 100_000), (1, 2, 4, 8)
 
@@ -79,12 +83,6 @@ def count(kind, cases):
         met = {name: times for name, times in run.facts()[1].items() if name in ("calls", "refused", "hits")}
         Counted.marks.count_dump(json.dumps([seed, taken, num_groups, met]).encode())
         run.shutdown()
-
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not callgrind.is_here(), reason="valgrind counts the instructions, and is not here"),
-]
 
 
 def counted(cases, kind="Counted"):
