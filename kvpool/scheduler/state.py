@@ -533,7 +533,8 @@ class Core:
 
     def has_room(self, batch: DecodeBatch, new: NDArray[int64] | int = 1) -> bool:
         """Return whether the `new` next tokens of decodes find their blocks, without those promised to others."""
-        promised = self.promised() if self.count[PREFILLING] or self.newest < self.next_admission else ()
+        is_promised = self.count[PREFILLING] or self.newest < self.next_admission
+        promised = self.promised() if is_promised else self.needs.nothing
         if not any(promised) or not len(batch.lanes):
             return self.pool.can(batch.handles, new)
         return self.needs.short(self.growth(batch.lanes, new), self.needs.free(), promised) < 0
