@@ -22,7 +22,7 @@ from kvpool.scheduler.request import (
     Sequence,
     ends_with,
 )
-from kvpool.scheduler.state import Core, DecodeBatch, LaneRows, Step
+from kvpool.scheduler.state import Core, DecodeBatch, LaneRows, Step, add
 
 
 class Given(NamedTuple):
@@ -99,7 +99,7 @@ def fan_out(
 
 def alive(core: Core, step: Step) -> NDArray[np.bool_]:
     """Return which rows of a step still run: they have not ended, and nobody has cancelled them."""
-    still: NDArray[np.bool_] = core.rows.handle[step.lanes] == step.handles
+    still: NDArray[np.bool_] = core.rows.handle.take(step.lanes) == step.handles
     return still
 
 
@@ -153,7 +153,7 @@ def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Give
     at, tokens = at[:n], given.tokens[:n]
     core.decode_tokens += len(lanes)
     core.sampled_tokens += len(lanes)
-    rows.computed[lanes] += 1
+    add(rows.computed, lanes, 1)
     for tenant, count in batch.tenants:
         tenant.served += count
     if batch.shared:
@@ -246,13 +246,14 @@ def store(
     rows: LaneRows, lanes: np.ndarray, at: NDArray[int32], tokens: NDArray[int32], logprobs: NDArray[float32] | None
 ) -> NDArray[int32]:
     """Append one token each to lanes that have generated `at` tokens. Return the new counts."""
-    rows.tokens[lanes, at] = tokens
+    place = lanes.astype(np.intp) * rows.tokens.shape[1] + at
+    rows.tokens.put(place, tokens)
     if logprobs is not None or rows.logprobs is not None:
         kept = rows.need_logprobs() if rows.logprobs is None else rows.logprobs
-        kept[lanes, at] = np.nan if logprobs is None else logprobs
-    rows.last[lanes] = tokens
+        kept.put(place, np.nan if logprobs is None else logprobs)
+    rows.last.put(lanes, tokens)
     generated = at + np.int32(1)
-    rows.generated[lanes] = generated
+    rows.generated.put(lanes, generated)
     longest = int(generated.max())
     if longest >= rows.tokens.shape[1]:
         rows.make_room(longest + 1)

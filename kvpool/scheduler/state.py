@@ -38,6 +38,15 @@ if TYPE_CHECKING:
     from kvpool.eviction import Evictor
 
 
+def add(row: NDArray[int32], lanes: np.ndarray, more: NDArray[int32] | int) -> None:
+    """Add to some lanes of a row, each once.
+
+    `take` and `put` cost a step of few rows some microseconds. Indexing by an array sets an iterator up, which takes
+    memory, and the first one after MLX has freed much of it takes a hundred.
+    """
+    row.put(lanes, row.take(lanes) + more)
+
+
 class LaneRows:
     """Arrays over the lanes.
 
@@ -310,7 +319,7 @@ class Step:
         self.lanes, self.handles, self.num_new, self.sample_at, self.sample_lane, self.sample_index, self.beam_width = (
             arrays
         )
-        self.sample_position: NDArray[int32] = rows.generated[self.sample_lane]
+        self.sample_position: NDArray[int32] = rows.generated.take(self.sample_lane)
         self.requests: list[Request] = (
             batch.requests
             if batch is not None and len(self.sample_at) == len(batch.lanes)
@@ -330,10 +339,11 @@ class Step:
     def follow(self, before: Step) -> None:
         """Mark the inputs that a step which is out has still to sample."""
         sample = np.full(self._rows.size, -1, np.int32)
-        sample[before.sample_lane] = np.arange(len(before.sample_lane), dtype=np.int32)
-        sample[before.lanes[self._rows.handle[before.lanes] != before.handles]] = -1  # cancelled: the lane has another
+        sample.put(before.sample_lane, np.arange(len(before.sample_lane), dtype=np.int32))
+        is_other = self._rows.handle.take(before.lanes) != before.handles
+        sample.put(before.lanes[is_other], -1)  # cancelled: the lane has another
         self.follows = np.full(len(self.tokens), -1, np.int32)
-        self.follows[: self.num_decodes] = sample[self.lanes[: self.num_decodes]]
+        self.follows[: self.num_decodes] = sample.take(self.lanes[: self.num_decodes])
         self.tokens[self.follows >= 0] = -1
 
     def __repr__(self) -> str:
