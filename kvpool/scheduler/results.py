@@ -22,7 +22,7 @@ from kvpool.scheduler.request import (
     Sequence,
     ends_with,
 )
-from kvpool.scheduler.state import Core, DecodeBatch, LaneRows, Step, add
+from kvpool.scheduler.state import Core, DecodeBatch, LaneRows, Step
 
 
 class Given(NamedTuple):
@@ -108,7 +108,7 @@ def take(core: Core, step: Step, given: Given, now: float) -> list[Output]:
     core.steps += 1
     if core.eviction is not None:
         core.eviction.settle()
-    still = alive(core, step)
+    still = core.rows.handle.take(step.lanes) == step.handles  # `alive`
     is_whole = still.all()
     if not is_whole:
         step.taken = np.isin(step.sample_lane, step.lanes[still])
@@ -153,7 +153,7 @@ def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Give
     at, tokens = at[:n], given.tokens[:n]
     core.decode_tokens += len(lanes)
     core.sampled_tokens += len(lanes)
-    add(rows.computed, lanes, 1)
+    rows.computed.put(lanes, rows.computed.take(lanes) + 1)
     for tenant, count in batch.tenants:
         tenant.served += count
     if batch.shared:

@@ -448,6 +448,9 @@ class Scheduler:
             return None, self._prefill_chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
         if not core.mixed:
             return batch, []
+        if not (core.count[PREFILLING] or core.count[WAITING] or core.spilled):
+            core.growing = None
+            return batch, []
         return batch, self._prefill_chunks(core.max_step_tokens - len(batch.lanes), core.max_running)
 
     def _keep_promises(
