@@ -44,6 +44,9 @@ Array = Any  # an array of the backend's framework, or a numpy array
 Step = Any  # what `KVBackend.prepare` makes of a plan
 
 
+_NO_COPIES = np.zeros((0, 3), np.int32)
+
+
 def _nothing() -> np.ndarray:
     return np.zeros(0, np.int32)
 
@@ -72,7 +75,7 @@ class StepArrays:
     seq_lens: np.ndarray = field(default_factory=_nothing)
     cu_q_lens: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     slot_mapping: np.ndarray = field(default_factory=_nothing)
-    copies: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)
 
     @staticmethod
     def of_queries(plan: AnyPlan, tokens: np.ndarray) -> StepArrays:
@@ -125,7 +128,7 @@ class StepArrays:
             behind = entries + (starts - kept)[:, None] // block_size
             entries = np.where(entries < kept[:, None] // block_size, entries, behind)
             tables = np.take_along_axis(tables, np.minimum(entries, tables.shape[1] - 1), axis=1)
-        return StepArrays(tables, lens, plan.cu_q_lens, arrays.slot_mapping[column])
+        return StepArrays(tables, lens, plan.cu_q_lens, arrays.slot_mapping[column], _NO_COPIES)
 
     def __repr__(self) -> str:
         return (

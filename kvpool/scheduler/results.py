@@ -96,7 +96,7 @@ def fan_out(
 
 def alive(core: Core, step: Step) -> NDArray[np.bool_]:
     """Return which rows of a step still run: they have not ended, and nobody has cancelled them."""
-    still: NDArray[np.bool_] = core.rows.handle[step.lanes] == step.handles
+    still: NDArray[np.bool_] = core.rows.handle.take(step.lanes) == step.handles
     return still
 
 
@@ -105,7 +105,7 @@ def take(core: Core, step: Step, given: Given, now: float) -> list[Output]:
     core.steps += 1
     if core.eviction is not None:
         core.eviction.settle()
-    still = alive(core, step)
+    still = core.rows.handle.take(step.lanes) == step.handles  # `alive`
     is_whole = still.all()
     if not is_whole:
         step.taken = np.isin(step.sample_lane, step.lanes[still])
@@ -150,7 +150,7 @@ def take_decodes(core: Core, batch: DecodeBatch, at: NDArray[int32], given: Give
     at, tokens = at[:n], given.tokens[:n]
     core.decode_tokens += len(lanes)
     core.sampled_tokens += len(lanes)
-    rows.computed[lanes] += 1
+    rows.computed.put(lanes, rows.computed.take(lanes) + 1)
     for tenant, count in batch.tenants:
         tenant.served += count
     if batch.shared:
@@ -243,13 +243,14 @@ def store(
     rows: LaneRows, lanes: np.ndarray, at: NDArray[int32], tokens: NDArray[int32], logprobs: NDArray[float32] | None
 ) -> NDArray[int32]:
     """Append one token each to lanes that have generated `at` tokens. Return the new counts."""
-    rows.tokens[lanes, at] = tokens
+    place = lanes.astype(np.intp) * rows.tokens.shape[1] + at
+    rows.tokens.put(place, tokens)
     if logprobs is not None or rows.logprobs is not None:
         kept = rows.need_logprobs() if rows.logprobs is None else rows.logprobs
-        kept[lanes, at] = np.nan if logprobs is None else logprobs
-    rows.last[lanes] = tokens
+        kept.put(place, np.nan if logprobs is None else logprobs)
+    rows.last.put(lanes, tokens)
     generated = at + np.int32(1)
-    rows.generated[lanes] = generated
+    rows.generated.put(lanes, generated)
     longest = int(generated.max())
     if longest >= rows.tokens.shape[1]:
         rows.make_room(longest + 1)

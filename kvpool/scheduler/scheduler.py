@@ -50,7 +50,7 @@ from kvpool.scheduler.request import (
     integer,
     real,
 )
-from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step
+from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step, add
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor
@@ -78,10 +78,10 @@ def executed(core: Core, step: Step) -> Iterator[None]:
     if not alive.all():
         lanes, new = lanes[alive], new[alive]
         sampled = sampled[np.isin(sampled, lanes)]
-    rows.computed[lanes] += new
-    rows.generated[sampled] += 1
+    add(rows.computed, lanes, new)
+    add(rows.generated, sampled, 1)
     chunks = step.lanes[step.num_decodes :][alive[step.num_decodes :]].tolist()
-    last = sampled[rows.generated[sampled] >= rows.limit[sampled]].tolist()
+    last = sampled[rows.generated.take(sampled) >= rows.limit.take(sampled)].tolist()
     states = {sequence: sequence.state for sequence in map(rows.sequence, chunks + last)}
     for lane in chunks:
         core.set_phase(lane)
@@ -92,8 +92,8 @@ def executed(core: Core, step: Step) -> Iterator[None]:
         yield
     finally:
         core.is_ahead = False
-        rows.computed[lanes] -= new
-        rows.generated[sampled] -= 1
+        add(rows.computed, lanes, -new)
+        add(rows.generated, sampled, -1)
         for sequence, state in states.items():
             if sequence.state != state:
                 core.move(sequence, state)
@@ -449,6 +449,9 @@ class Scheduler:
         if not core.count[DECODING]:  # every decode was preempted, so the step must have a chunk
             return None, self._prefill_chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
         if not core.mixed:
+            return batch, []
+        if not (core.count[PREFILLING] or core.count[WAITING] or core.spilled):
+            core.growing = None
             return batch, []
         return batch, self._prefill_chunks(core.max_step_tokens - len(batch.lanes), core.max_running)
 

@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     from kvpool.eviction import Evictor
 
 
+def add(row: NDArray[int32], lanes: np.ndarray, more: NDArray[int32] | int) -> None:
+    """Add to some lanes of a row, each once.
+
+    `take` and `put` cost a step of few rows some microseconds. Indexing by an array sets an iterator up, which takes
+    memory, and the first one after MLX has freed much of it takes a hundred.
+    """
+    row.put(lanes, row.take(lanes) + more)
+
+
 class LaneRows:
     """Arrays over the lanes."""
 
@@ -260,7 +269,7 @@ class Step:
 
     def __post_init__(self) -> None:
         batch = self.batch
-        self.sample_position = self._rows.generated[self.sample_lane]
+        self.sample_position = self._rows.generated.take(self.sample_lane)
         is_batch = batch is not None and len(self.sample_at) == len(batch.lanes)
         self.requests = batch.requests if batch is not None and is_batch else self._rows.requests(self.sample_lane)
 
@@ -275,10 +284,11 @@ class Step:
     def follow(self, before: Step) -> None:
         """Mark the inputs that a step which is out has still to sample."""
         sample = np.full(self._rows.size, -1, np.int32)
-        sample[before.sample_lane] = np.arange(len(before.sample_lane), dtype=np.int32)
-        sample[before.lanes[self._rows.handle[before.lanes] != before.handles]] = -1  # cancelled: the lane has another
+        sample.put(before.sample_lane, np.arange(len(before.sample_lane), dtype=np.int32))
+        is_other = self._rows.handle.take(before.lanes) != before.handles
+        sample.put(before.lanes[is_other], -1)  # cancelled: the lane has another
         self.follows = np.full(len(self.tokens), -1, np.int32)
-        self.follows[: self.num_decodes] = sample[self.lanes[: self.num_decodes]]
+        self.follows[: self.num_decodes] = sample.take(self.lanes[: self.num_decodes])
         self.tokens[self.follows >= 0] = -1
 
     def __repr__(self) -> str:
@@ -456,7 +466,8 @@ class Core:
 
     def has_room(self, batch: DecodeBatch, new: NDArray[int64] | int = 1) -> bool:
         """Return whether the `new` next tokens of decodes find their blocks, without those promised to others."""
-        promised = self.promised() if self.count[PREFILLING] or self.newest < self.next_admission else ()
+        is_promised = self.count[PREFILLING] or self.newest < self.next_admission
+        promised = self.promised() if is_promised else self.needs.nothing
         if not any(promised) or not len(batch.lanes):
             return self.pool.can(batch.handles, new)
         return self.needs.short(self.growth(batch.lanes, new), self.needs.free(), promised) < 0

@@ -306,7 +306,7 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     def _refuse_size(self, arena: Arena, size: int) -> None:
         """Whether an arena can have so many blocks."""
-        least = max(1, *(() if arena.number else (self.options.watermark, self._bundle_size * self.has_cache)))
+        least = max(1, 0, *(() if arena.number else (self.options.watermark, self._bundle_size * self.has_cache)))
         if size - arena.reserved < least:
             raise ValueError(f"[resize] {size} blocks for arena {arena.number}, {arena.reserved + least} are the least")
         slots = max((layer.block_size for layer in self.kv if layer.arena is arena), default=1)

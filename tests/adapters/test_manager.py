@@ -5,7 +5,7 @@ import pytest
 
 from kvpool.adapters.block_manager import BlockTableView, KVBlockManager, TailView
 from kvpool.config import KVSpec, blocks_for
-from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfBlocks, StaleHandle
+from kvpool.errors import ForeignHandle, OutOfBlocks, StaleHandle
 from kvpool.testing.dense import dense_attention
 from kvpool_backends.numpy import NumpyBackend
 
@@ -138,16 +138,6 @@ def test_ensure_tail_capacity_takes_blocks_and_copies_without_growing():
     engine.check([child, parent])  # the valid tokens were copied
 
 
-def test_step_without_blocks_changes_nothing():
-    engine = Engine(num_blocks=4)
-    a, b = engine.new([1, 2, 3, 4]), engine.new([5, 6, 7, 8])
-    before = snapshot(engine.manager)
-    with pytest.raises(OutOfBlocks) as caught:
-        engine.manager.step([a, b], [1, 1])
-    assert caught.value.short_by == 1 and caught.value.handle == b
-    assert snapshot(engine.manager) == before
-
-
 def test_write_prefill_of_unplanned_positions_is_refused():
     manager = KVBlockManager(SPEC, 8)
     seq_id = manager.new_sequence(8).seq_id  # reserved, but not planned
@@ -271,15 +261,6 @@ def test_prefill_that_runs_out_of_blocks_keeps_whole_chunks():
         list(engine.manager.prefill_into_kv(seq_id, list(range(16)), forward, 5))
     engine.history[seq_id] = list(range(10))
     engine.check([other, seq_id])
-
-
-def test_prefill_longer_than_the_pool_says_that_it_can_never_fit():
-    engine = Engine(num_blocks=4)
-    seq_id = engine.manager.new_sequence().seq_id
-    with pytest.raises(CapacityExceeded, match="would hold 13 tokens, the limit is 12"):
-        list(engine.manager.prefill_into_kv(seq_id, list(range(13)), forward))
-    engine.manager.free(seq_id)
-    assert engine.manager.pool.blocks.num_blank == 3
 
 
 def test_prefill_with_a_wrong_number_of_layers_writes_no_token():

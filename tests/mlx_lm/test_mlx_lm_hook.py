@@ -55,8 +55,9 @@ def test_foreign_hook_is_kept(model):
         model.make_cache = mine = lambda: paged()
         with pytest.raises(RuntimeError, match=r"\[install\] model\.make_cache is .*put back what was there"):
             kv.__exit__(None, None, None)
-        assert model.make_cache is mine
+        assert model.make_cache is mine and kv.route.startswith("lost: somebody has set model.make_cache to ")
         model.make_cache = paged
+        assert kv.route == "fused"
     assert maker(model) is None
 
 
@@ -68,15 +69,6 @@ def test_exit_without_enter_raises(model):
         assert maker(model) is kv.passes
     with pytest.raises(RuntimeError, match=r"\[install\]"):
         kv.__exit__(None, None, None)
-    assert maker(model) is None
-
-
-def test_a_model_may_be_installed_again_inside_the_block(model):
-    with install(model, 8) as outer:
-        with install(model, 9) as inner:
-            assert maker(model) is inner.passes
-            assert (inner.backend.spec, inner.route) == (outer.backend.spec, outer.route)
-        assert maker(model) is outer.passes
     assert maker(model) is None
 
 
@@ -100,14 +92,6 @@ def test_deleted_hook_shows_in_the_route_and_at_the_end_of_the_block(model):
     with install(model, 8) as again:
         assert maker(model) is again.passes and again.route == "fused"
     assert maker(model) is None
-
-
-def test_replaced_hook_shows_in_the_route(model):
-    with install(model, 8) as kv:
-        paged, model.make_cache = model.make_cache, list
-        assert kv.route == "lost: somebody has set model.make_cache to <class 'list'>"
-        model.make_cache = paged
-        assert kv.route == "fused"
 
 
 def test_every_block_of_a_deleted_hook_can_be_left(model):

@@ -630,12 +630,14 @@ class Engine:
     def _run(self, step: Step, before: _Flight | None) -> _Flight:
         """Put a step into MLX's graph, which evaluates it."""
         requests = step.requests
-        tokens = mx.array(step.tokens) if before is None else _inputs(step, before)
-        if not len(step.tokens):
-            return _Flight(step, tokens, tokens.astype(mx.float32))
+        inputs: mx.array | np.ndarray = step.tokens
+        if not len(inputs):
+            return _Flight(step, mx.array(inputs), mx.zeros(0))
         if self._eviction is not None:
             self._eviction.begin_pass(step.plan, step.lanes, step.num_new)
-        logits = self._forward(tokens, step.plan, step.sample_at)
+        if before is not None:
+            inputs = _inputs(step, before)
+        logits = self._forward(inputs, step.plan, step.sample_at)
         samplings: list[Sampling] = list(map(_user, requests))
         changes = {}
         if any(map(attrgetter("alters"), samplings)):
@@ -842,15 +844,15 @@ class _Job:
 def _likeliest(requests: list[Request], tokens: mx.array, logprobs: mx.array) -> list[Top]:
     """Return as many of the likeliest tokens of each sample as its request asks for."""
     counts = [request.user.top_logprobs for request in requests]
-    found = zip(counts, tokens.tolist(), logprobs.tolist(), strict=True)
+    found: Any = zip(counts, np.array(tokens).tolist(), np.array(logprobs).tolist(), strict=True)
     return [tuple(zip(a[:n], b[:n], strict=True)) for n, a, b in found]
 
 
-def _inputs(step: Step, before: _Flight) -> mx.array:
+def _inputs(step: Step, before: _Flight) -> mx.array | np.ndarray:
     """Return the inputs of a step. MLX has still to compute those that `before` samples."""
     follows = step.follows
     if follows is None or not before.tokens.size:
-        return mx.array(step.tokens)
+        return step.tokens
     if follows.tolist() == list(range(before.tokens.size)):
         return before.tokens
     at = mx.array(follows)
@@ -926,7 +928,7 @@ class RaggedForward:
             turn = self._turn(plan)
             if self.states_are_held:
                 self.states.write(*kv.passes.checkpoints.loaded(plan))
-            inputs = mx.array(tokens).reshape(len(turn.new), turn.num_columns)
+            inputs = mx.array(tokens.reshape(len(turn.new), turn.num_columns))
             logits, held_by = self._logits(inputs, turn, rows)
         finally:
             kv.passes.unhook()
@@ -981,7 +983,7 @@ class RaggedForward:
             return model(inputs if part.takes_input_whole else cut(inputs, part), cache=own)
 
         found, held_by = in_parts(turn, lambda part: self.states.read(self._slots(turn.plan, "state_src", part)), run)
-        logits = together(found, len(turn.new), turn.num_columns)
+        logits = found[0][1] if len(found) == 1 else together(found, len(turn.new), turn.num_columns)
         if not len(rows):  # MLX never evaluates it
             return mx.zeros((0, logits.shape[-1]), mx.float32), held_by
         logits = logits.reshape(-1, logits.shape[-1])

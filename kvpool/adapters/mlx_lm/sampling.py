@@ -203,8 +203,10 @@ def sample(
     chosen_from = altered(logits, changes) if changes else logits
     chosen_from = masked(chosen_from, allowed) if allowed else chosen_from
     tokens = mx.argmax(chosen_from, axis=-1).astype(mx.int32)
-    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    total = mx.logsumexp(logits, axis=-1)
     is_warm = any(map(attrgetter("temperature"), samplings))
+    if not is_warm and chosen_from is logits:
+        return tokens, logits.max(axis=-1) - total
     for is_filtered in (False, True) if is_warm else ():  # a row's arithmetic must not depend on the rows beside it
         rows = np.array(
             [i for i, one in enumerate(samplings) if not one.is_greedy and one.is_filtered == is_filtered], np.int64
@@ -218,11 +220,11 @@ def sample(
             choose = _filtered if is_filtered else _plain
             heard = heard - mx.logsumexp(heard, axis=-1, keepdims=True)
             tokens[picks] = choose(heard, some, mx.array(chances)[..., None])
-    logprobs = mx.take_along_axis(logits, tokens[:, None], axis=-1) - total
+    logprobs = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - total
     if chosen_from is not logits:  # nothing that is left may be possible, the token is none of it then
-        is_possible = mx.isfinite(mx.take_along_axis(chosen_from, tokens[:, None], axis=-1))
+        is_possible = mx.isfinite(mx.take_along_axis(chosen_from, tokens[:, None], axis=-1)[:, 0])
         logprobs = mx.where(is_possible, logprobs, mx.nan)
-    return tokens, logprobs[:, 0]
+    return tokens, logprobs
 
 
 def best(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:

@@ -1,1 +1,0 @@
-"""Bugs that other KV-cache managers reported, as tests: README.md lists them."""
