@@ -198,7 +198,7 @@ def nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:
 
 
 def _list_of(kind: type, caches: Any) -> Any:
-    made: Any = kind.__new__(kind)
+    made: Any = object.__new__(kind)
     made.caches = tuple(caches)
     return made
 
@@ -270,7 +270,7 @@ def batch_of(layout: CacheLayout, rows: list[list[mx.array]], lengths: list[int]
     batches = []
     for leaf in layout.leaves:
         merge = getattr(leaf.kind, "merge", None)
-        batch = merge([_cache_of(leaf, [], 0) for _ in rows]) if merge and len(leaf.parts) == 2 else None
+        batch: Any = merge([_cache_of(leaf, [], 0) for _ in rows]) if merge and len(leaf.parts) == 2 else None
         if not {"keys", "values", "offset", "left_padding", "_idx"} <= getattr(batch, "__dict__", {}).keys():
             return None
         batches.append(batch)
@@ -298,7 +298,7 @@ def empty_of(layout: CacheLayout, kept: Sequence[Any]) -> list[Any]:
 
 def _cache_of(leaf: Leaf, planes: list[mx.array], length: int) -> Any:
     """Return a cache with the rows of so many tokens."""
-    cache: Any = leaf.kind.__new__(leaf.kind)
+    cache: Any = object.__new__(leaf.kind)
     vars(cache).update({"keys": None, "values": None}, **dict(leaf.fields), **dict.fromkeys(leaf.places, length))
     half = len(planes) // 2
     if half:

@@ -280,7 +280,7 @@ class PromptCache:
         leaves, tree = leaves_of([single(cache) for cache in caches])
         if all(map(is_empty, leaves)):
             return False
-        places = {place_of(cache) for cache in leaves} - {None}
+        places = {place for cache in leaves if (place := place_of(cache)) is not None}
         layout = layout_of(leaves, tree)
         length = min([len(known), *places])
         if len(places) > 1 or (places != {length} and places and not layout.is_dense):
@@ -489,7 +489,8 @@ class PromptCache:
         nearest, common = self._index.nearest(blocks[-1] if blocks else root, known[length:])
         length = _outside(max(0, min(length + common, len(known) - 1)), spans)
         blocks = [*blocks, *([nearest] if common else [])][: -(-length // BLOCK)]
-        ends = (one for parent in (root, *blocks)[-2:] for one in self._ends.get(parent, ()))
+        parents: list[int | bytes] = [root, *blocks]
+        ends = (one for parent in parents[-2:] for one in self._ends.get(parent, ()))
         used = next((one for one in ends if one.length <= length and one.is_prefix_of(known)), None)
         return _Hit(length, layout, blocks, used) if length else None
 
@@ -578,7 +579,8 @@ class PromptCache:
     ) -> list[_Sequence]:
         """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
         can_cut = _can_cut(layout, kept)
-        ends = (one for parent in (root, *blocks) for one in self._ends.get(parent, ()))
+        parents: list[int | bytes] = [root, *blocks]
+        ends = (one for parent in parents for one in self._ends.get(parent, ()))
         return [one for one in ends if (can_cut or one.length == len(known)) and one.is_prefix_of(known)]
 
     # ------------------------------------------------------------------------------------------ what leaves first

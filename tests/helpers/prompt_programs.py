@@ -292,7 +292,7 @@ class Program:
                 cache.keys[:] = 0
                 cache.update_and_fetch(mx.zeros((1, HEADS, 1, WIDTH), mx.uint32), mx.zeros((1, HEADS, 1, WIDTH)))
             if type(cache) is mlx_caches.ArraysCache:
-                cache[0][...] = 0
+                cache[0][:] = 0
             if type(cache) is Unknown:
                 cache.digest = -1
         return said and f"a hit of {length} tokens: {said}"
