@@ -27,10 +27,10 @@ HEADS, WIDTH, WINDOW, KEEP = 2, 2, 24, 4
 PROGRAM = 200  # calls of a program
 ROOMY = 1 << 24  # a budget that no program fills
 LONGEST = 160  # tokens of a prompt
-KINDS = ("dense", "quantized", "window", "chunk", "state", "list", "batch", "unknown")
+KINDS = ("dense", "quantized", "window", "chunk", "state", "states", "list", "batch", "unknown")
 CUT = ("dense", "quantized", "batch")  # kinds that are found at every length
 BOUNDED = ("window", "chunk")
-STORED = ("dense", "quantized", "window", "chunk", "state", "list")
+STORED = ("dense", "quantized", "window", "chunk", "state", "states", "list")
 WEIGHTS = np.random.default_rng(5).integers(1, 1 << 40, LONGEST + 1)
 
 _OTHER = ThreadPoolExecutor(1)
@@ -63,6 +63,8 @@ def made(kind: str, tokens: list[int], rng: random.Random) -> list[Any]:
     """Caches of a model that has computed these tokens."""
     if kind == "unknown":
         return [Unknown(int(digests(tokens)[-1]))]
+    if kind == "states":
+        return [state(tokens), state(tokens)]
     if kind == "list":
         return [mlx_caches.CacheList(full(tokens, 0, rng), state(tokens)), full(tokens, 1, rng)]
     if kind == "batch":
