@@ -648,3 +648,35 @@ def test_the_bytes_of_the_cache_and_of_its_index_are_those_of_the_process(width)
     """8 and 512 bytes a token: the index is most of a block, and a tenth of it."""
     done = subprocess.run([sys.executable, "-c", RESIDENT, str(width)], cwd=ROOT, capture_output=True, text=True)
     assert 0.9 <= float(done.stdout) <= 1.1, (done.stdout, done.stderr)
+
+
+@pytest.mark.long
+def test_models_of_every_family_answer_as_without_the_cache_before_and_after_a_restart():
+    """Prompts below and above the windows of the models; a model whose caches cannot be stored is not restarted."""
+    pytest.importorskip("mlx_lm.tokenizer_utils")
+    from benchmarks import tiny_families
+
+    def answer(model, tokens, caches):
+        found = [int(mx.argmax(model(mx.array([tokens]), cache=caches)[0, -1]))]
+        while len(found) < 6:
+            found.append(int(mx.argmax(model(mx.array([found[-1:]]), cache=caches)[0, -1])))
+        return found
+
+    wrong, rng = [], random.Random(1)
+    for family in sorted(tiny_families.OWN):
+        model = tiny_families.build(family, tiny_families.config_of(family))
+        tiny_families.randomize(model)
+        for length in (20, 150):
+            first = [rng.randrange(1, 60) for _ in range(length)]
+            second = [*first, *(rng.randrange(1, 60) for _ in range(13))]
+            caches = cache_module.make_prompt_cache(model)
+            mx.eval(model(mx.array([first]), cache=caches))
+            store = MemoryStore(store_layout(caches, "w"), 1 << 24)
+            prompts = PromptCache(store=store)
+            prompts.insert(first, caches)
+            expected = answer(model, second[length:], caches)
+            for each, least in ((prompts, length), (PromptCache(store=store), length // 16 * 16)):
+                found, known = each.fetch(second)
+                if known < least or answer(model, second[known:], found) != expected:
+                    wrong.append((family, length, known))
+    assert wrong == []
