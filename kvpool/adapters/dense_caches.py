@@ -140,7 +140,8 @@ def _has_rows(cache: Any, is_registered: bool, windows: bool) -> bool:
     if type(cache.offset) is not int or not (is_registered or all(_is_scalar(held[name]) for name in _others(held))):
         return False
     if bound is None:
-        if "max_size" in held and not is_registered:  # it may need room for so many
+        can_trim = getattr(cache, "is_trimmable", lambda: True)()
+        if not (is_registered or can_trim) or ("max_size" in held and not is_registered):  # it may need that room
             return False
     elif not windows or cache.offset > bound or held.get("start_position") or held.get("_idx", 0) > cache.offset:
         return False

@@ -169,7 +169,9 @@ class PromptCache:
         self._index: BlockIndex  # from the first layout on
         self._layouts: dict[CacheLayout, bytes] = {}
         self._ends: dict[int | bytes, list[_Sequence]] = {}  # behind a block, before another one is full
-        self._extras: dict[int, Any] = {}
+        self._extras: dict[
+            int, tuple[int, Any]
+        ] = {}  # of blocks: where media end, what came with them
         self._order: dict[str, OrderedDict[int, _Sequence]] = {kind: OrderedDict() for kind in TYPES}
         self._nbytes = 0
         self._kept_nbytes = 0
@@ -401,7 +403,10 @@ class PromptCache:
                 hit = self._longest(known, namespace, spans, whole)
             if hit is None:
                 return None
-            one, extra = hit.sequence, self._extras.get(hit.blocks[-1]) if hit.blocks else None
+            one = hit.sequence
+            media_end, extra = self._extras.get(hit.blocks[-1] if hit.blocks else -1, (0, None))
+            if hit.length < media_end:
+                extra = None
             rows = [self._index.rows[block] for block in hit.blocks]
             kept = [] if hit.layout.is_dense or one is None else one.kept
             excess = one.length - hit.length if kept and one is not None else 0
@@ -595,7 +600,7 @@ class PromptCache:
         self._nbytes += one.nbytes + sum(map(self._index.nbytes_of, blocks[len(blocks) - len(rows) :]))
         self._kept_nbytes += one.kept_nbytes
         if one.extra is not None and one.layout.is_dense:
-            self._extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], one.extra))
+            self._extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
         self._trim_sequences(self.max_size)
 
     def _replaced(

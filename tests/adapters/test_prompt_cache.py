@@ -21,7 +21,7 @@ cache_module = programs.mlx_caches
 import kvpool  # noqa: E402
 from kvpool.adapters import prompt_cache as subject  # noqa: E402
 from kvpool.adapters import prompt_store  # noqa: E402
-from kvpool.adapters.prompt_cache import PromptCache  # noqa: E402
+from kvpool.adapters.prompt_cache import PromptCache, register_cache  # noqa: E402
 from kvpool.adapters.prompt_index import INDEX_NBYTES  # noqa: E402
 from kvpool.adapters.prompt_store import store_layout  # noqa: E402
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore, TieredStore  # noqa: E402
@@ -571,10 +571,11 @@ def test_what_is_taken_leaves_the_cache():
 def test_what_was_inserted_beside_the_caches_comes_back_with_all_media_of_the_sequence():
     for kind in ("dense", "state"):
         prompts, tokens = PromptCache(), list(range(100))
-        prompts.insert(tokens, computed(kind, tokens), media=[(20, 40, "cat")], extra={"rope_deltas": -7})
-        hit = prompts.fetch([*tokens, 1], media=[(20, 40, "cat")])
+        prompts.insert(tokens, computed(kind, tokens), media=[(20, 31, "cat")], extra={"rope_deltas": -7})
+        hit = prompts.fetch([*tokens, 1], media=[(20, 31, "cat")])
         assert hit[1] == 100 and hit.extra == {"rope_deltas": -7}
         assert prompts.fetch([*tokens[:30], 1]).extra is None
+        assert prompts.fetch([*tokens[:17], 1]).extra is None
         assert prompts.fetch([*tokens, 1]).extra is None  # the same tokens, and no image
         prompts.trim_to(n_bytes=0)
         assert not prompts._extras
@@ -680,3 +681,50 @@ def test_models_of_every_family_answer_as_without_the_cache_before_and_after_a_r
                 if known < least or answer(model, second[known:], found) != expected:
                     wrong.append((family, length, known))
     assert wrong == []
+
+
+class Stranger:
+    """A class that nobody knows: its rows could be cut, and its attributes do not say so."""
+
+    def __init__(self, tokens):
+        self.keys = self.values = mx.array(programs.plane(tokens, 0))
+        self.offset, self.codec, self.max_size = len(tokens), "none", 1 << 20
+
+    def is_trimmable(self):
+        return True
+
+
+def test_a_class_is_kept_as_it_was_registered(caplog):
+    tokens, found = list(range(40)), {}
+    for kind in (None, "rows", "state", "whole"):
+        if kind:
+            register_cache(Stranger, kind)
+        prompts = PromptCache()
+        prompts.insert(tokens, [Stranger(tokens)])
+        found[kind] = [prompts.fetch([*tokens[:length], 99])[1] for length in (40, 25)]
+        (cache,), _ = prompts.fetch([*tokens, 99])
+        assert type(cache) is Stranger and cache.codec == "none" and mx.array_equal(cache.keys, Stranger(tokens).keys)
+    assert found == {None: [40, 0], "rows": [40, 25], "state": [40, 0], "whole": [40, 0]}
+    with pytest.raises(ValueError, match="it must be one of rows, state, whole, list"):
+        register_cache(Stranger, "window")
+
+
+def test_an_unknown_class_is_logged_once(caplog):
+    unknown = type("Odd", (programs.Unknown,), {})
+    for prompts in (PromptCache(), PromptCache()):
+        prompts.insert(range(20), [unknown(1)])
+        prompts.insert(range(25), [unknown(2)])
+        assert prompts.fetch(range(26))[1] == 25
+    assert [record.message.split()[1] for record in caplog.records] == ["Odd"]
+
+
+def test_what_the_caller_changes_after_an_insertion_changes_nothing():
+    for kind in ("dense", "state", "window"):
+        prompts, tokens = PromptCache(), list(range(40))
+        caches = computed(kind, tokens)
+        prompts.insert(tokens, caches)
+        for cache in caches:
+            for array in [cache[0]] if kind == "state" and cache is caches[1] else [cache.keys, cache.values]:
+                array[:] = 0
+        found, length = prompts.fetch([*tokens, 1])
+        assert length == 40 and programs.fault_in(found, kind, tokens) == ""
