@@ -169,9 +169,7 @@ class PromptCache:
         self._index: BlockIndex  # from the first layout on
         self._layouts: dict[CacheLayout, bytes] = {}
         self._ends: dict[int | bytes, list[_Sequence]] = {}  # behind a block, before another one is full
-        self._extras: dict[
-            int, tuple[int, Any]
-        ] = {}  # of blocks: where media end, what came with them
+        self._extras: dict[int, tuple[int, Any]] = {}  # of blocks: where media end, what came with them
         self._order: dict[str, OrderedDict[int, _Sequence]] = {kind: OrderedDict() for kind in TYPES}
         self._nbytes = 0
         self._kept_nbytes = 0
