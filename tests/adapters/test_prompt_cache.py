@@ -337,10 +337,12 @@ def test_caches_of_two_lengths_or_of_more_tokens_are_not_kept_and_the_log_says_w
         turned.maybe_trim_front()
     prompts.insert(tokens[:30], [turned])
     prompts.insert(tokens, [turned, *computed("dense", tokens[:39])])
+    prompts.insert(tokens, [*computed("dense", tokens), *computed("dense", tokens[:38])])
     assert (prompts.fetch([*tokens, 1]), len(prompts)) == ((None, 0), 0)
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "[insert] caches of [40] tokens, 30 tokens given",
         "[insert] caches of [39, 40] tokens, 40 tokens given",
+        "[insert] caches of [38, 40] tokens, 40 tokens given",
     ]
 
 
