@@ -160,8 +160,8 @@ def test_prompts_outlive_the_process_in_a_directory_to_the_same_bits(tmp_path):
         store.close()
 
 
-@pytest.mark.long
 def test_the_example_of_a_loop_finds_its_prompts_after_a_restart(tmp_path):
+    pytest.importorskip("mlx_lm.tokenizer_utils")
     command = [sys.executable, str(ROOT / "examples" / "prompt_cache_loop.py"), str(tmp_path / "store")]
     cold, warm = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
     (before, answers), (after, same) = (
