@@ -322,7 +322,7 @@ def held_nbytes(prompts: PromptCache) -> int:
 
 
 def threads(seed: int, calls: int, max_bytes: int = 40_000) -> str:
-    """Three threads on one cache: every hit is right, and no byte is held above the limit at any time."""
+    """Four threads on one cache: every hit is right, and no byte is held above the limit at any time."""
     prompts, peak, findings = PromptCache(max_bytes), [0], []
     kind, put = random.Random(seed).choice(("dense", "window", "state")), prompts._publish
     naive = Naive(kind)
@@ -340,11 +340,11 @@ def threads(seed: int, calls: int, max_bytes: int = 40_000) -> str:
         with ThreadPoolExecutor(1) as own:
             program.fetches = own.submit
             try:
-                findings.append(program.run(calls // 3))
+                findings.append(program.run(calls // 4))
             except Exception as exc:
                 findings.append(repr(exc))
 
-    begun = [threading.Thread(target=talk, args=(number,)) for number in range(3)]
+    begun = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
     for thread in begun:
         thread.start()
     for thread in begun:
