@@ -1,6 +1,7 @@
 """mlx-openai-server with kvpool's prompt cache.
 
-``python examples/prompt_cache_openai_server.py launch --model-path NAME`` is the server's own command. Without arguments the server's scheduler answers a few chats of a tiny model, on its own cache and then on this one.
+``python examples/prompt_cache_openai_server.py launch --model-path NAME`` is the server's own command. Without
+arguments its scheduler answers three chats of a tiny model, on its own cache and then on this one.
 """
 
 import asyncio

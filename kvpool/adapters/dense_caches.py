@@ -140,7 +140,8 @@ def _has_rows(cache: Any, is_registered: bool, windows: bool) -> bool:
     if type(cache.offset) is not int or not (is_registered or all(_is_scalar(held[name]) for name in _others(held))):
         return False
     if bound is None:
-        if "max_size" in held and not is_registered:  # it may need room for so many
+        can_trim = getattr(cache, "is_trimmable", lambda: True)()
+        if not (is_registered or can_trim) or ("max_size" in held and not is_registered):  # it may need that room
             return False
     elif not windows or cache.offset > bound or held.get("start_position") or held.get("_idx", 0) > cache.offset:
         return False
@@ -198,7 +199,7 @@ def nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:
 
 
 def _list_of(kind: type, caches: Any) -> Any:
-    made: Any = kind.__new__(kind)
+    made: Any = object.__new__(kind)
     made.caches = tuple(caches)
     return made
 
@@ -270,7 +271,7 @@ def batch_of(layout: CacheLayout, rows: list[list[mx.array]], lengths: list[int]
     batches = []
     for leaf in layout.leaves:
         merge = getattr(leaf.kind, "merge", None)
-        batch = merge([_cache_of(leaf, [], 0) for _ in rows]) if merge and len(leaf.parts) == 2 else None
+        batch: Any = merge([_cache_of(leaf, [], 0) for _ in rows]) if merge and len(leaf.parts) == 2 else None
         if not {"keys", "values", "offset", "left_padding", "_idx"} <= getattr(batch, "__dict__", {}).keys():
             return None
         batches.append(batch)
@@ -298,7 +299,7 @@ def empty_of(layout: CacheLayout, kept: Sequence[Any]) -> list[Any]:
 
 def _cache_of(leaf: Leaf, planes: list[mx.array], length: int) -> Any:
     """Return a cache with the rows of so many tokens."""
-    cache: Any = leaf.kind.__new__(leaf.kind)
+    cache: Any = object.__new__(leaf.kind)
     vars(cache).update({"keys": None, "values": None}, **dict(leaf.fields), **dict.fromkeys(leaf.places, length))
     half = len(planes) // 2
     if half:

@@ -107,7 +107,7 @@ class Manager:
         """Do nothing: who made the store of the prompts closes it."""
 
 
-class Coordinator(apc_coordinator.APCCoordinator):  # type: ignore[misc]
+class Coordinator(apc_coordinator.APCCoordinator):
     """mlx-vlm's `APCCoordinator` on a `Manager`. Any prefix of a dense model is found, not whole blocks alone."""
 
     manager: Manager

@@ -58,6 +58,7 @@ _MAX_BLOCKS = 1 << 20
 _MAX_SEQUENCES = 4096
 _MAX_LAYOUTS = 64
 _CALLS = 512  # at the same time
+_PATIENCE = 0.01  # seconds that a fetch waits for an insertion that begins with the same tokens
 _GUARD = 16  # tokens at the end of a prompt that the next turn may rewrite, as in docs/prefix.md
 _log = logging.getLogger(__name__)
 
@@ -163,10 +164,12 @@ class PromptCache:
         self._stored = None if store is None else PromptStore(store)
         self._promoter = ThreadPoolExecutor(1, thread_name_prefix="kvpool-promote")
         self._lock = threading.RLock()
+        self._arrival = threading.Condition(self._lock)
+        self._coming: list[Sequence[int]] = []  # how the sequences begin that are being inserted
         self._index: BlockIndex  # from the first layout on
         self._layouts: dict[CacheLayout, bytes] = {}
         self._ends: dict[int | bytes, list[_Sequence]] = {}  # behind a block, before another one is full
-        self._extras: dict[int, Any] = {}
+        self._extras: dict[int, tuple[int, Any]] = {}  # of blocks: where media end, what came with them
         self._order: dict[str, OrderedDict[int, _Sequence]] = {kind: OrderedDict() for kind in TYPES}
         self._nbytes = 0
         self._kept_nbytes = 0
@@ -276,31 +279,15 @@ class PromptCache:
         """
         if cache_type not in TYPES:
             raise ValueError(f"[insert] cache_type is {cache_type!r}, it must be one of {', '.join(TYPES)}")
-        known, spans = self._known("insert", tokens, media)
-        leaves, tree = leaves_of([single(cache) for cache in caches])
-        if all(map(is_empty, leaves)):
-            return False
-        places = {place_of(cache) for cache in leaves} - {None}
-        layout = layout_of(leaves, tree)
-        length = min([len(known), *places])
-        if len(places) > 1 or (places != {length} and places and not layout.is_dense):
-            _log.warning("[insert] caches of %s tokens, %d tokens given: nothing is kept", sorted(places), len(known))
-            return False
-        evaluate(leaves)
-        known, kept = known[:length], layout.kept_of(leaves)
-        rows = partial(rows_of, layout, leaves)
-        is_kept = self._insert(layout, known, rows, kept, namespace, 0, cache_type, extra, spans)
-        if self._stored is None or not is_kept:
-            return is_kept
-        if layout != self._stored.layout:
-            layout = layout_of(leaves, tree, windows=False)
-        if layout != self._stored.layout:
-            warnings.warn("[insert] caches of another layout than the store's are not stored", stacklevel=2)
-            return is_kept
-        text = known[: min((start for start, _ in spans), default=length)]
-        kept = layout.kept_of(leaves)
-        self._stored.put(text, partial(rows_of, layout, leaves), None if spans else kept, namespace)
-        return is_kept
+        begin = list(tokens[:BLOCK])
+        with self._lock:
+            self._coming.append(begin)
+        try:
+            return self._insert_caches(tokens, caches, namespace, media, cache_type, extra)
+        finally:
+            with self._lock:
+                self._coming.remove(begin)
+                self._arrival.notify_all()
 
     def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
         """Return caches and the tokens to compute, as mlx-lm's `LRUPromptCache`."""
@@ -405,6 +392,8 @@ class PromptCache:
             text = min((start + 1 for start, _ in spans), default=None)  # a span leaves more than one token to compute
             self._load(self._stored, known[:text], namespace)
         with self._lock:
+            begin = list(tokens[:BLOCK])
+            self._arrival.wait_for(lambda: begin not in self._coming, _PATIENCE)
             try:
                 hit = self._longest(known, namespace, spans, whole)
             except (TypeError, ValueError):  # a list with what is no token
@@ -412,7 +401,10 @@ class PromptCache:
                 hit = self._longest(known, namespace, spans, whole)
             if hit is None:
                 return None
-            one, extra = hit.sequence, self._extras.get(hit.blocks[-1]) if hit.blocks else None
+            one = hit.sequence
+            media_end, extra = self._extras.get(hit.blocks[-1] if hit.blocks else -1, (0, None))
+            if hit.length < media_end:
+                extra = None
             rows = [self._index.rows[block] for block in hit.blocks]
             kept = [] if hit.layout.is_dense or one is None else one.kept
             excess = one.length - hit.length if kept and one is not None else 0
@@ -489,11 +481,47 @@ class PromptCache:
         nearest, common = self._index.nearest(blocks[-1] if blocks else root, known[length:])
         length = _outside(max(0, min(length + common, len(known) - 1)), spans)
         blocks = [*blocks, *([nearest] if common else [])][: -(-length // BLOCK)]
-        ends = (one for parent in (root, *blocks)[-2:] for one in self._ends.get(parent, ()))
+        parents: list[int | bytes] = [root, *blocks]
+        ends = (one for parent in parents[-2:] for one in self._ends.get(parent, ()))
         used = next((one for one in ends if one.length <= length and one.is_prefix_of(known)), None)
         return _Hit(length, layout, blocks, used) if length else None
 
     # ------------------------------------------------------------------------------------------------ insert
+
+    def _insert_caches(
+        self,
+        tokens: Sequence[int],
+        caches: Sequence[Any],
+        namespace: bytes,
+        media: Sequence[tuple[int, int, Hashable]],
+        kind: str,
+        extra: Any,
+    ) -> bool:
+        known, spans = self._known("insert", tokens, media)
+        leaves, tree = leaves_of([single(cache) for cache in caches])
+        if all(map(is_empty, leaves)):
+            return False
+        places = {place for cache in leaves if (place := place_of(cache)) is not None}
+        layout = layout_of(leaves, tree)
+        length = min([len(known), *places])
+        if len(places) > 1 or (places != {length} and places and not layout.is_dense):
+            _log.warning("[insert] caches of %s tokens, %d tokens given: nothing is kept", sorted(places), len(known))
+            return False
+        evaluate(leaves)
+        known, kept = known[:length], layout.kept_of(leaves)
+        rows = partial(rows_of, layout, leaves)
+        is_kept = self._insert(layout, known, rows, kept, namespace, 0, kind, extra, spans)
+        if self._stored is None or not is_kept:
+            return is_kept
+        if layout != self._stored.layout:
+            layout = layout_of(leaves, tree, windows=False)
+        if layout != self._stored.layout:
+            warnings.warn("[insert] caches of another layout than the store's are not stored", stacklevel=2)
+            return is_kept
+        text = known[: min((start for start, _ in spans), default=length)]
+        kept = layout.kept_of(leaves)
+        self._stored.put(text, partial(rows_of, layout, leaves), None if spans else kept, namespace)
+        return is_kept
 
     def _insert(
         self,
@@ -532,7 +560,7 @@ class PromptCache:
             self._nbytes += nbytes
             self._kept_nbytes += kept_nbytes
         try:
-            copies = list(islice(rows(begin, length), count))
+            copies = list(islice(rows(begin, length), count)) if block_nbytes else [mx.array([], mx.uint64)] * count
             ours = [copied(cache, owned, role) for cache, role in zip(kept, layout.roles, strict=True)]
         except BaseException:
             with self._lock:
@@ -570,7 +598,7 @@ class PromptCache:
         self._nbytes += one.nbytes + sum(map(self._index.nbytes_of, blocks[len(blocks) - len(rows) :]))
         self._kept_nbytes += one.kept_nbytes
         if one.extra is not None and one.layout.is_dense:
-            self._extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], one.extra))
+            self._extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
         self._trim_sequences(self.max_size)
 
     def _replaced(
@@ -578,7 +606,8 @@ class PromptCache:
     ) -> list[_Sequence]:
         """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
         can_cut = _can_cut(layout, kept)
-        ends = (one for parent in (root, *blocks) for one in self._ends.get(parent, ()))
+        parents: list[int | bytes] = [root, *blocks]
+        ends = (one for parent in parents for one in self._ends.get(parent, ()))
         return [one for one in ends if (can_cut or one.length == len(known)) and one.is_prefix_of(known)]
 
     # ------------------------------------------------------------------------------------------ what leaves first

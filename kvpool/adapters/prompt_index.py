@@ -7,6 +7,7 @@ the rows of each block, and which blocks lie behind it.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -37,6 +38,7 @@ class BlockIndex:
         self.pool = kvpool.Pool(
             num_blocks, BLOCK, max_seqs=max_sequences, in_order=True, prefix_cache=True, reserved_blocks=0
         )
+        self._prefix: Any = self.pool.prefix
         self._plan = kvpool.Plan(self.pool, 1, num_blocks * BLOCK, formats=())
         self.rows: dict[int, mx.array] = {}
         self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
@@ -50,9 +52,9 @@ class BlockIndex:
 
     def path(self, root: bytes, known: np.ndarray) -> list[int]:
         """Return the whole blocks that a prompt begins with. They become the most recent."""
-        handle = self.pool.prefix.pin(known, root)
+        handle = self._prefix.pin(known, root)
         blocks: list[int] = self.pool.table(handle).tolist()
-        self.pool.prefix.unpin(handle)
+        self._prefix.unpin(handle)
         return blocks
 
     def nearest(self, parent: int | bytes, behind: np.ndarray) -> tuple[int, int]:
@@ -76,7 +78,7 @@ class BlockIndex:
         """Make the rest of these tokens blocks of a sequence, with `rows`. Return all its blocks."""
         begin = self.pool.num_tokens(handle)
         self.pool.step(self._plan, [handle], len(known) - begin)
-        self.pool.prefix.commit(handle, known[begin : len(known) - len(known) % BLOCK])
+        self._prefix.commit(handle, known[begin : len(known) - len(known) % BLOCK])
         blocks: list[int] = self.pool.table(handle).tolist()
         new, parent = blocks[begin // BLOCK :], blocks[begin // BLOCK - 1] if begin else root
         if new:

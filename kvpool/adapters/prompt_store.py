@@ -198,7 +198,7 @@ class PromptStore:
         place, kept = [end], []
         kinds = [leaf.kind for leaf in self.layout.leaves if leaf.role != "rows"]
         for kind, fields in zip(kinds, json.loads(row[begin:end].tobytes()), strict=True):
-            cache: Any = kind.__new__(kind)
+            cache: Any = object.__new__(kind)
             vars(cache).update(_read(fields, row, place))
             kept.append(cache)
         return tail, kept

@@ -21,7 +21,7 @@ cache_module = programs.mlx_caches
 import kvpool  # noqa: E402
 from kvpool.adapters import prompt_cache as subject  # noqa: E402
 from kvpool.adapters import prompt_store  # noqa: E402
-from kvpool.adapters.prompt_cache import PromptCache  # noqa: E402
+from kvpool.adapters.prompt_cache import PromptCache, register_cache  # noqa: E402
 from kvpool.adapters.prompt_index import INDEX_NBYTES  # noqa: E402
 from kvpool.adapters.prompt_store import store_layout  # noqa: E402
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore, TieredStore  # noqa: E402
@@ -160,8 +160,8 @@ def test_prompts_outlive_the_process_in_a_directory_to_the_same_bits(tmp_path):
         store.close()
 
 
-@pytest.mark.long
 def test_the_example_of_a_loop_finds_its_prompts_after_a_restart(tmp_path):
+    pytest.importorskip("mlx_lm.tokenizer_utils")
     command = [sys.executable, str(ROOT / "examples" / "prompt_cache_loop.py"), str(tmp_path / "store")]
     cold, warm = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
     (before, answers), (after, same) = (
@@ -337,10 +337,12 @@ def test_caches_of_two_lengths_or_of_more_tokens_are_not_kept_and_the_log_says_w
         turned.maybe_trim_front()
     prompts.insert(tokens[:30], [turned])
     prompts.insert(tokens, [turned, *computed("dense", tokens[:39])])
+    prompts.insert(tokens, [*computed("dense", tokens), *computed("dense", tokens[:38])])
     assert (prompts.fetch([*tokens, 1]), len(prompts)) == ((None, 0), 0)
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "[insert] caches of [40] tokens, 30 tokens given",
         "[insert] caches of [39, 40] tokens, 40 tokens given",
+        "[insert] caches of [38, 40] tokens, 40 tokens given",
     ]
 
 
@@ -571,10 +573,11 @@ def test_what_is_taken_leaves_the_cache():
 def test_what_was_inserted_beside_the_caches_comes_back_with_all_media_of_the_sequence():
     for kind in ("dense", "state"):
         prompts, tokens = PromptCache(), list(range(100))
-        prompts.insert(tokens, computed(kind, tokens), media=[(20, 40, "cat")], extra={"rope_deltas": -7})
-        hit = prompts.fetch([*tokens, 1], media=[(20, 40, "cat")])
+        prompts.insert(tokens, computed(kind, tokens), media=[(20, 31, "cat")], extra={"rope_deltas": -7})
+        hit = prompts.fetch([*tokens, 1], media=[(20, 31, "cat")])
         assert hit[1] == 100 and hit.extra == {"rope_deltas": -7}
         assert prompts.fetch([*tokens[:30], 1]).extra is None
+        assert prompts.fetch([*tokens[:17], 1]).extra is None
         assert prompts.fetch([*tokens, 1]).extra is None  # the same tokens, and no image
         prompts.trim_to(n_bytes=0)
         assert not prompts._extras
@@ -648,3 +651,82 @@ def test_the_bytes_of_the_cache_and_of_its_index_are_those_of_the_process(width)
     """8 and 512 bytes a token: the index is most of a block, and a tenth of it."""
     done = subprocess.run([sys.executable, "-c", RESIDENT, str(width)], cwd=ROOT, capture_output=True, text=True)
     assert 0.9 <= float(done.stdout) <= 1.1, (done.stdout, done.stderr)
+
+
+@pytest.mark.long
+def test_models_of_every_family_answer_as_without_the_cache_before_and_after_a_restart():
+    """Prompts below and above the windows of the models; a model whose caches cannot be stored is not restarted."""
+    pytest.importorskip("mlx_lm.tokenizer_utils")
+    from benchmarks import tiny_families
+
+    def answer(model, tokens, caches):
+        found = [int(mx.argmax(model(mx.array([tokens]), cache=caches)[0, -1]))]
+        while len(found) < 6:
+            found.append(int(mx.argmax(model(mx.array([found[-1:]]), cache=caches)[0, -1])))
+        return found
+
+    wrong, rng = [], random.Random(1)
+    for family in sorted(tiny_families.OWN):
+        model = tiny_families.build(family, tiny_families.config_of(family))
+        tiny_families.randomize(model)
+        for length in (20, 150):
+            first = [rng.randrange(1, 60) for _ in range(length)]
+            second = [*first, *(rng.randrange(1, 60) for _ in range(13))]
+            caches = cache_module.make_prompt_cache(model)
+            mx.eval(model(mx.array([first]), cache=caches))
+            store = MemoryStore(store_layout(caches, "w"), 1 << 24)
+            prompts = PromptCache(store=store)
+            prompts.insert(first, caches)
+            expected = answer(model, second[length:], caches)
+            for each, least in ((prompts, length), (PromptCache(store=store), length // 16 * 16)):
+                found, known = each.fetch(second)
+                if known < least or answer(model, second[known:], found) != expected:
+                    wrong.append((family, length, known))
+    assert wrong == []
+
+
+class Stranger:
+    """A class that nobody knows: its rows could be cut, and its attributes do not say so."""
+
+    def __init__(self, tokens):
+        self.keys = self.values = mx.array(programs.plane(tokens, 0))
+        self.offset, self.codec, self.max_size = len(tokens), "none", 1 << 20
+
+    def is_trimmable(self):
+        return True
+
+
+def test_a_class_is_kept_as_it_was_registered(caplog):
+    tokens, found = list(range(40)), {}
+    for kind in (None, "rows", "state", "whole"):
+        if kind:
+            register_cache(Stranger, kind)
+        prompts = PromptCache()
+        prompts.insert(tokens, [Stranger(tokens)])
+        found[kind] = [prompts.fetch([*tokens[:length], 99])[1] for length in (40, 25)]
+        (cache,), _ = prompts.fetch([*tokens, 99])
+        assert type(cache) is Stranger and cache.codec == "none" and mx.array_equal(cache.keys, Stranger(tokens).keys)
+    assert found == {None: [40, 0], "rows": [40, 25], "state": [40, 0], "whole": [40, 0]}
+    with pytest.raises(ValueError, match="it must be one of rows, state, whole, list"):
+        register_cache(Stranger, "window")
+
+
+def test_an_unknown_class_is_logged_once(caplog):
+    unknown = type("Odd", (programs.Unknown,), {})
+    for prompts in (PromptCache(), PromptCache()):
+        prompts.insert(range(20), [unknown(1)])
+        prompts.insert(range(25), [unknown(2)])
+        assert prompts.fetch(range(26))[1] == 25
+    assert [record.message.split()[1] for record in caplog.records] == ["Odd"]
+
+
+def test_what_the_caller_changes_after_an_insertion_changes_nothing():
+    for kind in ("dense", "state", "window"):
+        prompts, tokens = PromptCache(), list(range(40))
+        caches = computed(kind, tokens)
+        prompts.insert(tokens, caches)
+        for cache in caches:
+            for array in [cache[0]] if kind == "state" and cache is caches[1] else [cache.keys, cache.values]:
+                array[:] = 0
+        found, length = prompts.fetch([*tokens, 1])
+        assert length == 40 and programs.fault_in(found, kind, tokens) == ""

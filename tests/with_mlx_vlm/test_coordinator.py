@@ -1,6 +1,8 @@
 """mlx-vlm's coordinator on `PromptCache`: what its generation finds, stores and answers, beside its own."""
 
 import random
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -243,3 +245,8 @@ def test_the_coordinator_has_every_member_that_the_package_calls():
     coordinator.prepare_prefill([10], prefill_step_size=2048)
     coordinator.observe_cache(coordinator.fresh_cache(), 10)
     assert coordinator.enabled and coordinator.strategy == "block" and coordinator.legacy_mode == "block"
+
+
+def test_the_example_installs_its_manager_before_the_server_begins():
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "prompt_cache_vlm_server.py"))
+    assert apc.from_env().prompts.max_bytes == 8 << 30
