@@ -26,7 +26,7 @@ CORE_ORDER = (
     *("blocks", "names", "sequence", "events", "prefix", "groups", "wire", "step", "audit"),
     *("prefix_tree", "checkpoints", "prefix_rows"),
     *("refuse", "state", "block_calls", "sequence_calls", "plan"),  # calls of a pool, in C, and classes for Python
-    *("prefix_calls", "step_calls", "evict_calls", "keys", "pool"),
+    *("prefix_calls", "step_calls", "evict_calls", "resize", "keys", "pool"),
 )
 CORE_INCLUDE = re.compile(r'^include "core/(\w+)\.\w+"$', re.MULTILINE)
 CORE_NAME = re.compile(
@@ -36,7 +36,8 @@ CORE_NAME = re.compile(
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool/serving/", "kvpool_backends/mlx/"),
-    *("kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py", "benchmarks/quality.py"),
+    *("kvpool/cli/wired.py", "kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py"),
+    "benchmarks/quality.py",
     *("kvpool/cli/demo/", "kvpool/cli/doctor.py", "benchmarks/demo/lm.py", "benchmarks/tiny_families.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
