@@ -49,7 +49,7 @@ class End:
 
     @classmethod
     def _of(cls, body: Generation, reason: str, token: int | None, stop: str | None) -> End:
-        by = stop if stop in body.stops else token if reason == "eos" and token in body.stop_token_ids else None
+        by = stop if stop in body.stop else token if reason == "eos" and token in body.stop_token_ids else None
         if by is not None:
             return cls("stop", by)
         return cls("eos" if reason in ("eos", "stop") else "length")
@@ -211,8 +211,8 @@ class Answer:
     ping: Event = (None, None)  # of a stream that is silent: nothing but a comment
 
     def __init__(self, form: TextForm | ChatForm, model: str, body: Generation, prompt_tokens: int) -> None:
-        self.form, self.n, self.wants_usage, self.wants_logprobs = form, body.n, body.wants_usage, body.tops is not None
-        self._body = body
+        self.form, self.n, self._body = form, body.n, body
+        self.wants_usage, self.wants_logprobs = body.stream_options.get("include_usage"), body.tops is not None
         self._tokens: dict[tuple[int, int], list[TokenEvent]] = {}  # of each sample, if the request wants logprobs
         self._sent: dict[int, int | None] = {}  # characters of each choice of a stream, None: it has ended
         self._prompt_tokens = prompt_tokens

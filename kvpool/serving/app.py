@@ -276,7 +276,7 @@ class Service:
         answer = Answer(form, self._named(body), body, sum(map(len, prompts)))
         if body.scores:
             completions = await self._score(request, body, form, prompts)
-            if not body.most:
+            if body.max_tokens == 0:
                 return Response(json.dumps(answer.whole(completions), allow_nan=False), media_type="application/json")
         return await self._answer(request, body, answer, prompts, Manner())
 
@@ -554,10 +554,8 @@ class Service:
             if told > LOGPROBS:
                 text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}; stream the answer to get more"
                 raise Refused(400, text, "logprobs")
-        eos = tuple(engine.tokenizer.eos_token_ids)
-        body.keep_ends(eos)
-        options = body.options(eos, state.tenant, state.began) | {"max_tokens": most}
-        options["stop"] = [*body.stops, *manner.stops]
+        options = body.options(tuple(engine.tokenizer.eos_token_ids), state.tenant, state.began) | {"max_tokens": most}
+        options["stop"] = [*body.stop, *manner.stops]
         if forms := body.forms:
             options["grammar"] = await self._grammar(request, body, forms, len(prompts) * body.width, manner)
         if body.xtc_probability:
@@ -570,7 +568,7 @@ class Service:
     def _fitting(self, body: Generation, longest: int) -> int:
         """Return how many tokens an answer may have: what the request wants, or what fits behind its prompt."""
         self._check_room(longest)
-        most = self._settings.max_tokens if body.most is None else body.most
+        most = self._settings.max_tokens if body.max_tokens is None else body.max_tokens
         room = min(self._room, self._runner.engine.max_model_len or math.inf)
         return int(max(1, min(most, room - longest)))
 
@@ -578,7 +576,7 @@ class Service:
         self, request: Request, body: CompletionRequest, form: TextForm, prompts: list[Sequence[int]]
     ) -> list[Completion]:
         """Have the engine say each prompt, and keep the logprobs of its tokens. Return what it said, as no tokens."""
-        if body.stream and not body.most:
+        if body.stream and body.max_tokens == 0:
             raise Refused(400, "stream: a prompt that is only scored is not streamed", "stream")
         state, completions, grammars = request.state, [], self._runner.engine.grammars
         options = body.options((), state.tenant, state.began) | {"n": 1, "eos": (), "min_tokens": 0}

@@ -90,7 +90,6 @@ class MessagesRequest(CountRequest):
     stream: bool = False
 
     def sampling(self) -> dict[str, Any]:
-        """See `CountRequest`."""
         names = {"max_tokens", "temperature", "top_p", "top_k", "stream"} & self.model_fields_set
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
@@ -143,41 +142,33 @@ class MessageAnswer(BlockAnswer):
         self._head: dict[str, Any] = {"id": f"msg_{uuid.uuid4().hex}", **own}
 
     def opening(self, prompts: int) -> list[Event]:
-        """See `BlockAnswer`."""
         usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}  # what was cached is known at the end
         end = {"stop_reason": None, "stop_sequence": None}
         return [_event("message_start", message={**self._head, "content": [], **end, "usage": usage})]
 
     def begun(self, kind: str, said: Any) -> dict[str, Any]:
-        """See `BlockAnswer`."""
         if kind == "call":
             return {"type": "tool_use", "id": said.id, "name": said.name, "input": {}}
         return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
     def open(self, index: int) -> list[Event]:
-        """See `BlockAnswer`."""
         return [_event("content_block_start", index=index, content_block=self._blocks[index])]
 
     def delta(self, index: int, kind: str, said: str) -> list[Event]:
-        """See `BlockAnswer`."""
         name, field = DELTAS[kind]
         return [_event("content_block_delta", index=index, delta={"type": name, field: said})]
 
     def close(self, index: int) -> list[Event]:
-        """See `BlockAnswer`."""
         return [_event("content_block_stop", index=index)]
 
     def end(self, completion: Completion) -> list[Event]:
-        """See `BlockAnswer`."""
         end = _event("message_delta", delta=self._end(completion), usage=self._usage(completion))
         return [end, _event("message_stop")]
 
     def failure(self, message: str) -> list[Event]:
-        """See `BlockAnswer`."""
         return [_event("error", error=refusal(500, message)["error"])]
 
     def object(self, completion: Completion) -> dict[str, Any]:
-        """See `BlockAnswer`."""
         for block, said in zip(self._blocks, self._said, strict=True):
             if block["type"] == "tool_use":
                 block["input"] = arguments_of(said) or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import resource
 import signal
@@ -12,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import uvicorn
 from h11 import LocalProtocolError
@@ -31,6 +32,7 @@ READ_SECONDS = 60  # in which a client reads something of its answer
 SPARE = 64  # connections beyond the limit, which idle or get 503; and files that the process has besides connections
 BACKLOG = 2048  # connections that the system keeps until they are accepted
 LOOKS = 10  # at a connection in these seconds
+SAID_SECONDS = 60  # between two lines in the log that files are short
 _log = logging.getLogger(__name__)
 
 
@@ -52,13 +54,13 @@ class _Connection(H11Protocol):
         self.all[self] = None
         idle = [one for one in self.all if not one.is_busy]
         if len(self.all) > self.most and idle:
-            min(idle, key=lambda one: one._seen)._line.abort()
+            min(idle, key=lambda one: one._seen).drop()
 
     def data_received(self, data: bytes) -> None:
         try:
             super().data_received(data)
         except LocalProtocolError:  # what came is not HTTP, and half of an answer is out: uvicorn sends another one
-            self._line.abort()
+            self.drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -76,7 +78,12 @@ class _Connection(H11Protocol):
             self._seen = now
         self._unread = left
         if now > self._seen + (READ_SECONDS if left else HEAD_SECONDS):
-            self._line.abort()
+            self.drop()
+
+    def drop(self) -> None:
+        """Close it at once."""
+        self.all.pop(self, None)
+        self._line.abort()
 
 
 async def _look_after() -> None:
@@ -86,6 +93,25 @@ async def _look_after() -> None:
         now = time.monotonic()
         for one in list(_Connection.all):
             one.look(now)
+
+
+class _Shortage:
+    """Closes connections that idle if the system has no file for another one. asyncio tries again in a second."""
+
+    def __init__(self) -> None:
+        self._said = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an exception of the loop."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or "accept" not in context["message"]:
+            loop.default_exception_handler(context)
+            return
+        for one in [one for one in _Connection.all if not one.is_busy]:
+            one.drop()
+        if loop.time() > self._said + SAID_SECONDS:
+            self._said = loop.time()
+            _log.warning("a connection has to wait: %s", error.strerror)
 
 
 class _NotHttp(logging.Handler):
@@ -207,6 +233,7 @@ async def serve(
         await asyncio.sleep(0.01)
     if server.started:
         on_ready(runner.engine)
+    loop.set_exception_handler(_Shortage())
     beside = [asyncio.create_task(report(runner.engine)), asyncio.create_task(_look_after())]
     await serving
     logging.getLogger("uvicorn.error").removeHandler(counting)

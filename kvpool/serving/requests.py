@@ -47,7 +47,7 @@ BRACKETS = 2**18
 TOOLS = 128
 LISTED = 4096
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
-Stops = Annotated[list[Stop], Field(max_length=8)]
+Stops = Annotated[list[Stop], BeforeValidator(lambda one: [one] if isinstance(one, str) else one), Field(max_length=8)]
 Label = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=MOST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
@@ -112,7 +112,7 @@ def _eager(kind: Any) -> Any:
 
 def _field(name: str, hint: Any) -> Any:
     inner = get_args(hint)[0] if get_origin(hint) in (Required, NotRequired) else hint
-    if get_origin(hint) is not Required or _tags(inner):
+    if get_origin(hint) is not Required or len(_tags(inner)) == 1:
         return NotRequired[_eager(inner) | None]
     return Required[_eager(inner) | None] if name == "content" else Required[_eager(inner)]
 
@@ -260,7 +260,7 @@ class Generation(Request):
     use_beam_search: bool = False
     length_penalty: float = Field(1.0, ge=-32, le=32)
     response_format: Annotated[dict[str, Any], Sdk(chat.ResponseFormat | RegexForm | GrammarForm)] = {}
-    stop: Stop | Stops | None = None
+    stop: Stops = []
     stop_token_ids: Annotated[list[Token], Field(max_length=64, fail_fast=True)] = []
     stream: bool = False
     stream_options: Annotated[dict[str, Any], Sdk(ChatCompletionStreamOptionsParam)] = {}
@@ -268,17 +268,15 @@ class Generation(Request):
     priority: int = Field(0, ge=-MOST, le=MOST)
     timeout: float | None = Field(None, gt=0, le=86400)
 
-    def keep_ends(self, eos: tuple[int, ...]) -> None:
-        """Take the model's own end tokens out of the stop tokens: with one of them, the model ends its answer itself.
+    def options(self, eos: tuple[int, ...], tenant: str | None, began: float) -> dict[str, Any]:
+        """Return the options of `Engine.submit` except `max_tokens`. Tenant and salt decide who shares prefixes.
 
-        With `ignore_eos` they stay, and stop the answer as other tokens do.
+        The model's own end tokens are no stop tokens: with one of them, the model ends its answer itself. With
+        `ignore_eos` they stop the answer as other tokens do.
         """
+        how = {name: getattr(self, name) for name in SAMPLED}
         if not self.ignore_eos:
             self.stop_token_ids = [token for token in self.stop_token_ids if token not in eos]
-
-    def options(self, eos: tuple[int, ...], tenant: str | None, began: float) -> dict[str, Any]:
-        """Return the options of `Engine.submit` except `max_tokens`. Tenant and salt decide who shares prefixes."""
-        how = {name: getattr(self, name) for name in SAMPLED}
         if self.use_beam_search:
             how = {"beam_width": self.width, "length_penalty": self.length_penalty}
         return how | {
@@ -293,8 +291,7 @@ class Generation(Request):
         }
 
     def agree(self, defaults: Mapping[str, Any]) -> None:
-        """See `Request`."""
-        if self.most == 0 and not self.scores:
+        if self.max_tokens == 0 and not self.scores:
             raise Refused(400, "max_tokens: must be 1 or more; 0 only scores a prompt, with echo", "max_tokens")
         if not self.use_beam_search:
             if self.length_penalty != 1:
@@ -305,11 +302,6 @@ class Generation(Request):
         wrong = [name for name in wrong if getattr(self, name) != plain[name].default or name == "temperature"]
         if wrong:
             raise Refused(400, f"{wrong[0]}: not with use_beam_search, which takes the likeliest", wrong[0])
-
-    @property
-    def most(self) -> int | None:
-        """Tokens to generate at most, if the request says so."""
-        return self.max_tokens
 
     @property
     def width(self) -> int:
@@ -336,19 +328,9 @@ class Generation(Request):
         return [] if kind == "text" else [("schema", {"type": "object"}, field)]
 
     @property
-    def stops(self) -> list[str]:
-        """Texts that end the answer."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-
-    @property
     @abstractmethod
     def tops(self) -> int | None:
         """The number of likeliest tokens at each place of the answer. None: the answer has no logprobs."""
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return bool(self.stream_options.get("include_usage"))
 
 
 class CompletionRequest(Generation):
@@ -363,7 +345,6 @@ class CompletionRequest(Generation):
     echo: bool = False
 
     def agree(self, defaults: Mapping[str, Any]) -> None:
-        """See `Request`."""
         super().agree(defaults)
         if self.width < self.n:
             raise Refused(400, f"best_of is {self.best_of}, less than n ({self.n})", "best_of")
@@ -374,17 +355,14 @@ class CompletionRequest(Generation):
 
     @property
     def width(self) -> int:
-        """See `Generation`."""
         return self.best_of or self.n
 
     @property
     def scores(self) -> bool:
-        """See `Generation`."""
         return self.echo and (self.logprobs is not None or self.max_tokens == 0)
 
     @property
     def tops(self) -> int | None:
-        """See `Generation`."""
         return self.logprobs
 
     @field_validator("prompt")
@@ -454,7 +432,7 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] = {}
 
     def agree(self, defaults: Mapping[str, Any]) -> None:
-        """See `Request`."""
+        self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         super().agree(defaults)
         if self.top_logprobs and not self.logprobs:
             raise Refused(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
@@ -528,13 +506,7 @@ class ChatRequest(Generation):
         return told | self.chat_template_kwargs
 
     @property
-    def most(self) -> int | None:
-        """See `Generation`."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
     def tops(self) -> int | None:
-        """See `Generation`."""
         return self.top_logprobs if self.logprobs else None
 
 

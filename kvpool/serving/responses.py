@@ -173,11 +173,9 @@ class ResponseAnswer(BlockAnswer):
         return name, {"type": name, "sequence_number": self._number, **fields}
 
     def opening(self, prompts: int) -> list[Event]:
-        """See `BlockAnswer`."""
         return [self._event(f"response.{name}", response=self._head) for name in ("created", "in_progress")]
 
     def begun(self, kind: str, said: Any) -> dict[str, Any]:
-        """See `BlockAnswer`."""
         if kind == "call":
             own = {"id": f"fc_{uuid.uuid4().hex}", "call_id": said.id, "name": said.name, "status": "in_progress"}
             if said.name in self._free:
@@ -195,7 +193,6 @@ class ResponseAnswer(BlockAnswer):
         return {"type": TYPES[kind], "text": text, **more}
 
     def open(self, index: int) -> list[Event]:
-        """See `BlockAnswer`."""
         block, kind = self._blocks[index], self._kinds[index]
         events = [self._event("response.output_item.added", output_index=index, item=block)]
         if kind == "call":
@@ -204,7 +201,7 @@ class ResponseAnswer(BlockAnswer):
         return [*events, self._event("response.content_part.added", **where, part=self._part(kind, ""))]
 
     def delta(self, index: int, kind: str, said: str) -> list[Event]:
-        """See `BlockAnswer`. The input of a tool that takes free text is told at its end."""
+        """Return the events of more text. The input of a tool that takes free text is told at its end."""
         block, where = self._blocks[index], {"item_id": self._blocks[index]["id"], "output_index": index}
         if block["type"] == "custom_tool_call":
             return []
@@ -214,7 +211,6 @@ class ResponseAnswer(BlockAnswer):
         return [self._event(f"response.{TYPES[kind]}.delta", **where, content_index=0, delta=said, **more)]
 
     def close(self, index: int) -> list[Event]:
-        """See `BlockAnswer`."""
         item, kind = self._item(index), self._kinds[index]
         where = {"item_id": item["id"], "output_index": index}
         if item["type"] == "custom_tool_call":
@@ -245,17 +241,14 @@ class ResponseAnswer(BlockAnswer):
         return block | own
 
     def end(self, completion: Completion) -> list[Event]:
-        """See `BlockAnswer`."""
         response = self.object(completion)
         return [self._event(f"response.{response['status']}", response=response)]
 
     def failure(self, message: str) -> list[Event]:
-        """See `BlockAnswer`."""
         response = self._head | {"status": "failed", "error": {"code": "server_error", "message": message}}
         return [self._event("response.failed", response=response)]
 
     def object(self, completion: Completion) -> dict[str, Any]:
-        """See `BlockAnswer`."""
         sample, told = completion.samples[0], self._head
         cached, written = sample.output.num_cached, len(sample.tokens)
         usage = {

@@ -261,6 +261,7 @@ class Run:
         self.items: asyncio.Queue[Any] = asyncio.Queue()
         self.ids: list[Hashable] = []  # of the thread: the engine's
         self.completions: list[Completion] = []
+        self._num_heard = 0  # tokens
         self.num_read = 0  # tokens of the prompts, when `look` was last called
         self.most = UNREAD // (1 + options.get("top_logprobs", 0))
         self._runner = runner
@@ -298,7 +299,7 @@ class Run:
         return {
             "prompt": sum(map(len, self.prompts)),
             "cached": sum(completion.samples[0].output.num_cached for completion in self.completions),
-            "generated": sum(len(sample.tokens) for sample in samples),
+            "generated": sum(len(sample.tokens) for sample in samples) or self._num_heard,
             "first": None if first is None else round(first, 3),
         }
 
@@ -312,6 +313,8 @@ class Run:
             number, item = await self._next()
             if isinstance(item, Completion):
                 self.completions.append(item)
+            else:
+                self._num_heard += 1
             yield number, item
 
     async def _next(self) -> Any:
