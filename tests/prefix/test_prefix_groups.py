@@ -305,6 +305,39 @@ def test_events_name_group_kind_and_window():
 
 
 @EITHER
+def test_third_checkpoint_before_a_commit_is_skipped(kinds):
+    pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
+    prompt, places = list(range(80)), []
+    row = pool.open(prompt)
+    while (place := int(pool.prefix.wanted([row])[0])) > 0:
+        pool.step(plan, [row], place - pool.num_tokens(row))
+        pool.done(plan)
+        places.append(place)
+    pool.prefix.commit(row, prompt[:64])
+    assert places == [16, 32, 64] and pool.prefix.stats().checkpoints_skipped == 1
+    assert [pool.prefix.match([*prompt[:place], 99]) for place in places] == [16, 32, 32]
+    pool.check()
+
+
+@EITHER
+def test_checkpoint_for_which_none_may_leave_is_skipped(kinds):
+    layers = [Group.window(4), Group.full(arena=1, num_blocks=4), Group.state(8, blocks=1)]
+    pool, plan = make(*layers, kinds=kinds, max_seqs=3)  # 7 nodes and so 2 checkpoints
+    prompts = [[k] * 5 for k in range(3)]
+    for prompt in prompts[:2]:
+        pool.close(prefill(pool, plan, prompt[:4], cut=4)[0])
+    rows = [pool.open(prompt, reserve=False) for prompt in prompts[:2]]
+    assert [pool.num_tokens(row) for row in rows] == [4, 4]  # whose states are not loaded yet
+    third = prefill(pool, plan, prompts[2][:4], cut=4)[0]
+    assert [pool.prefix.match(prompt) for prompt in prompts] == [4, 4, 0]
+    assert pool.prefix.stats().checkpoints_skipped == 1
+    pool.close([*rows, third])
+    pool.close(prefill(pool, plan, prompts[2][:4], cut=4)[0])
+    assert [pool.prefix.match(prompt) for prompt in prompts] == [0, 4, 4]
+    pool.check()
+
+
+@EITHER
 def test_wanted_of_a_closed_row_is_refused(kinds):
     pool, _ = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
     rows = [pool.open([1] * 40), pool.open([2] * 40)]
