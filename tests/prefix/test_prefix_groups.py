@@ -58,6 +58,10 @@ def test_cut_tells_where_the_checkpoint_is_and_nothing_lies_behind_it():
     prompt = list(range(60))
     pool.close(prefill(pool, plan, prompt, cut=41)[0])
     assert [pool.prefix.match([*prompt[:n], 999]) for n in (39, 40, 41, 60)] == [0, 40, 40, 40]
+    pool.close(pool.prefix.pin(prompt))
+    assert pool.prefix.stats().checkpoints_used == 0  # a pin is no hit
+    pool.close(pool.open(prompt))
+    assert pool.prefix.stats().checkpoints_used == 1
 
 
 def test_junction_is_kept_for_the_third_visitor():
