@@ -341,6 +341,28 @@ def test_checkpoint_for_which_none_may_leave_is_skipped(kinds):
     pool.check()
 
 
+def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
+    left = []
+    for kinds in ((Pool, Plan), (ModelPool, ModelPlan)):
+        pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
+        for text in ([1] * 80, [1] * 20 + [4] * 60):
+            pool.close(prefill(pool, plan, text)[0])
+        prompt, seen = [1] * 80 + [2] * 120, []
+        rows = [pool.open(prompt), pool.open(prompt)]
+        while (places := pool.prefix.wanted(rows).tolist())[0] > 0:
+            pool.step(plan, rows, places[0] - pool.num_tokens(rows[0]))
+            pool.done(plan)
+            for row in rows:
+                pool.prefix.commit(row, prompt[pool.prefix.committed(row) : places[0]])
+        pool.close(rows)
+        while pool.blocks.evict(1):
+            found = [pool.prefix.match([*prompt[:n], 3]) for n in range(16, 200, 8)]
+            seen.append((found, pool.prefix.stats().checkpoints))
+        stats = pool.prefix.stats()
+        left.append((stats.checkpoints_taken, stats.checkpoints_published, seen))
+    assert left[0] == left[1] and left[0][:2] == (6 + 2 * 3, 6 + 3) and len({str(one) for one in left[0][2]}) > 5
+
+
 @EITHER
 def test_wanted_of_a_closed_row_is_refused(kinds):
     pool, _ = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
