@@ -177,21 +177,6 @@ def test_committed_block_whose_tokens_nobody_overwrites_is_not_copied(
 # --- reserve ----------------------------------------------------------------------------------------------
 
 
-def test_reserve_takes_blocks_once_and_leaves_the_length(make_pool, make_plan, grow):
-    pool = make_pool()
-    handle = pool.open()
-    grow(pool, handle, 3)
-    plan = make_plan(pool, formats=("block_tables", "seq_lens", "slot_mapping", "cu_q_lens"), table_width=4)
-    for new, blocks in ((0, [1]), (6, [1, 2, 3]), (6, [1, 2, 3])):
-        pool.reserve(plan, [handle], new)
-        assert plan.is_pending and plan.num_tokens == 0 and plan.handles.tolist() == [handle]
-        assert plan.seq_lens.tolist() == [3] and plan.cu_q_lens.tolist() == [0, 0]
-        assert plan.slot_mapping.shape == (0,) and plan.copies.shape == (0, 3)
-        assert plan.block_tables.tolist() == [[*blocks, 0, 0, 0][:4]]
-        assert (pool.num_tokens(handle), pool.capacity(handle)) == (3, 4 * len(blocks))
-        pool.done(plan)
-
-
 def test_step_inside_a_reservation_cannot_run_out_unless_a_fork_ends_it(make_any, make_plan, grow, refused):
     pool = make_any(14)
     handle = pool.open()

@@ -124,20 +124,6 @@ def test_call_that_does_not_fit_the_state_of_its_plan_is_refused(flight, refused
 # --- limbo and fences -------------------------------------------------------------------------------------
 
 
-def test_limbo_blocks_are_not_available_and_leave_in_the_order_they_came(table_flight):
-    pool, (plan,) = table_flight(1, num_blocks=6)
-    keep, old = pool.open(), pool.open(16)  # blocks 1, 2, 3, 4
-    pool.step(plan, [keep], 1)
-    pool.close(old)  # limbo: 4, 3, 2, 1
-    with pytest.raises(MemoryError) as caught:
-        pool.blocks.alloc()
-    assert (caught.value.blank, caught.value.limbo, caught.value.needed) == (0, 4, 1)
-    assert pool.can([keep], 3) and not pool.can([keep], 4)
-    pool.done(plan)  # each goes on top of the blank stack
-    assert pool.can([keep], 4)
-    assert pool.blocks.alloc(4).tolist() == [1, 2, 3, 4]
-
-
 def test_pool_without_a_pending_step_has_no_limbo_and_one_in_order_never(flight, refused):
     pool, _ = flight(0)
     pool.close(pool.open(12))

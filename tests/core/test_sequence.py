@@ -45,20 +45,6 @@ def test_open_that_is_refused_takes_no_slot(make_any, refused):
 # --- fork -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length, shared", [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2)])
-def test_fork_shares_the_blocks_that_hold_tokens(make_pool, grow, length, shared):
-    pool = make_pool(block_size=4)
-    parent = pool.open(12)
-    if length:
-        grow(pool, parent, length)
-    children = pool.fork(parent, 3)
-    assert children.dtype == np.int64 and [slot(int(h)) for h in children] == [1, 2, 3]
-    for child in children:
-        assert pool.table(child, 0).ravel().tolist() == list(range(1, shared + 1)) and pool.num_tokens(child) == length
-    assert pool.table(parent, 0).ravel().tolist() == [1, 2, 3]
-    assert [pool.blocks.refcount(b) for b in (1, 2, 3)] == [4] * shared + [1] * (3 - shared)
-
-
 def test_fork_needs_slots_and_no_block_and_outlives_its_parent(make_any, grow, refused):
     pool = make_any(8, max_seqs=4)
     parent = pool.open()

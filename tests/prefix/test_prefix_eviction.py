@@ -111,12 +111,3 @@ def test_pin_holds_a_whole_prefix_of_its_namespace_and_is_no_query(make_any, mak
     with refused(pool, StaleHandle, "close" if _is_core(pool) else "unpin", pins[1]):
         pool.prefix.unpin(pins[1])
     assert pool.prefix.stats()[:3] == before[:3] and pool.blocks.evict(16) == 2
-
-
-def test_pin_moves_a_prefix_to_the_new_end(make_any, make_plan):
-    pool = make_any()
-    cache(make_plan, pool, A)
-    cache(make_plan, pool, B)
-    pool.prefix.unpin(pool.prefix.pin(A))
-    pool.blocks.evict(1)
-    assert (pool.prefix.match(A + C), pool.prefix.match(B + C)) == (4, 0)

@@ -58,6 +58,10 @@ def test_cut_tells_where_the_checkpoint_is_and_nothing_lies_behind_it():
     prompt = list(range(60))
     pool.close(prefill(pool, plan, prompt, cut=41)[0])
     assert [pool.prefix.match([*prompt[:n], 999]) for n in (39, 40, 41, 60)] == [0, 40, 40, 40]
+    pool.close(pool.prefix.pin(prompt))
+    assert pool.prefix.stats().checkpoints_used == 0  # a pin is no hit
+    pool.close(pool.open(prompt))
+    assert pool.prefix.stats().checkpoints_used == 1
 
 
 def test_junction_is_kept_for_the_third_visitor():
@@ -302,6 +306,61 @@ def test_events_name_group_kind_and_window():
     assert by_group[1][2] == by_group[2][2] is not None
     pool.prefix.flush()
     assert {event[1:] for event in pool.prefix.events()[:-1]} == {(event[1], event[6]) for event in events}
+
+
+@EITHER
+def test_third_checkpoint_before_a_commit_is_skipped(kinds):
+    pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
+    prompt, places = list(range(80)), []
+    row = pool.open(prompt)
+    while (place := int(pool.prefix.wanted([row])[0])) > 0:
+        pool.step(plan, [row], place - pool.num_tokens(row))
+        pool.done(plan)
+        places.append(place)
+    pool.prefix.commit(row, prompt[:64])
+    assert places == [16, 32, 64] and pool.prefix.stats().checkpoints_skipped == 1
+    assert [pool.prefix.match([*prompt[:place], 99]) for place in places] == [16, 32, 32]
+    pool.check()
+
+
+@EITHER
+def test_checkpoint_for_which_none_may_leave_is_skipped(kinds):
+    layers = [Group.window(4), Group.full(arena=1, num_blocks=4), Group.state(8, blocks=1)]
+    pool, plan = make(*layers, kinds=kinds, max_seqs=3)  # 7 nodes and so 2 checkpoints
+    prompts = [[k] * 5 for k in range(3)]
+    for prompt in prompts[:2]:
+        pool.close(prefill(pool, plan, prompt[:4], cut=4)[0])
+    rows = [pool.open(prompt, reserve=False) for prompt in prompts[:2]]
+    assert [pool.num_tokens(row) for row in rows] == [4, 4]  # whose states are not loaded yet
+    third = prefill(pool, plan, prompts[2][:4], cut=4)[0]
+    assert [pool.prefix.match(prompt) for prompt in prompts] == [4, 4, 0]
+    assert pool.prefix.stats().checkpoints_skipped == 1
+    pool.close([*rows, third])
+    pool.close(prefill(pool, plan, prompts[2][:4], cut=4)[0])
+    assert [pool.prefix.match(prompt) for prompt in prompts] == [0, 4, 4]
+    pool.check()
+
+
+def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
+    left = []
+    for kinds in ((Pool, Plan), (ModelPool, ModelPlan)):
+        pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
+        for text in ([1] * 80, [1] * 20 + [4] * 60):
+            pool.close(prefill(pool, plan, text)[0])
+        prompt, seen = [1] * 80 + [2] * 120, []
+        rows = [pool.open(prompt), pool.open(prompt)]
+        while (places := pool.prefix.wanted(rows).tolist())[0] > 0:
+            pool.step(plan, rows, places[0] - pool.num_tokens(rows[0]))
+            pool.done(plan)
+            for row in rows:
+                pool.prefix.commit(row, prompt[pool.prefix.committed(row) : places[0]])
+        pool.close(rows)
+        while pool.blocks.evict(1):
+            found = [pool.prefix.match([*prompt[:n], 3]) for n in range(16, 200, 8)]
+            seen.append((found, pool.prefix.stats().checkpoints))
+        stats = pool.prefix.stats()
+        left.append((stats.checkpoints_taken, stats.checkpoints_published, seen))
+    assert left[0] == left[1] and left[0][:2] == (6 + 2 * 3, 6 + 3) and len({str(one) for one in left[0][2]}) > 5
 
 
 @EITHER
