@@ -414,7 +414,9 @@ class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a ste
         self._pool.pack = self._kernels.packed
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
-        return kernel(*self._pool.sides(layer))
+        # MLX ends a command buffer when its kernels bind too many elements. It counts those of a whole pool, but of a
+        # slice only the slice's. A kernel finds the rest behind it: both have the same address.
+        return kernel(*([plane.reshape(-1)[:CONSTANT_SIZE_MAX] for plane in side] for side in self._pool.sides(layer)))
 
 
 @lru_cache(maxsize=512)  # by identity

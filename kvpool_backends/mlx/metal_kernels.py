@@ -72,7 +72,7 @@ NO_WINDOW = 2**31 - 1
 
 Kernel = Callable[..., list[mx.array]]
 Factory = Callable[..., Kernel]
-Plane = mx.array | tuple[mx.array, ...]  # base arrays: one, or words, scales and biases of a packed plane
+Plane = mx.array | Sequence[mx.array]  # base arrays: one, or words, scales and biases of a packed plane
 
 
 class HeadTiles(NamedTuple):
@@ -607,8 +607,8 @@ def attention_name(spec: KVSpec, scores: str | None = None, kernel: str = "paged
     return f"{kernel}{packed and '_packed_'}{packed}{'' if scores is None else f'_{scores}'}"
 
 
-def _arrays(plane: Plane) -> tuple[mx.array, ...]:
-    return plane if isinstance(plane, tuple) else (plane,)
+def _arrays(plane: Plane) -> Sequence[mx.array]:
+    return (plane,) if isinstance(plane, mx.array) else plane
 
 
 def preferred_layout(spec: KVSpec) -> str:

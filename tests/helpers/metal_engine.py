@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +13,9 @@ import numpy as np
 
 from kvpool_backends.mlx import metal_kernels
 
+#: Inputs that may be the first elements of what the kernel reads.
+POOLS = {"k_pool", "v_pool", "pool", "words", "scales", "biases"}
+POOLS |= {f"{plane}_{factors}" for plane in "kv" for factors in ("scales", "biases")}
 Factory = Callable[..., Callable[..., list[mx.array]]]
 
 
@@ -29,8 +33,10 @@ class StandIn:
 
         def make(**description: Any) -> Callable[..., list[mx.array]]:
             kernel = _kernel(tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in description.items()))
+            pools = [name in POOLS for name in description["input_names"]]
 
             def launch(**call: Any) -> list[mx.array]:
+                call["inputs"] = [_whole(x) if is_pool else x for x, is_pool in zip(call["inputs"], pools, strict=True)]
                 with msl.settings(seed=schedule, instrumented=runs is not None, lint=lint) as counted:
                     out = kernel(**call)
                 if runs is not None:
@@ -70,6 +76,15 @@ def recording(factory: Factory, kernels: set[tuple[str, ...]]) -> Factory:
         return launch
 
     return make
+
+
+def _whole(x: mx.array) -> mx.array:
+    """The buffer of which `x` is the first elements, as an array. MLX keeps its size in front of it, on a CPU."""
+    if x.shape != (8,):
+        return x
+    mx.eval(x)
+    nbytes = ctypes.c_size_t.from_address(ctypes.addressof(ctypes.c_char.from_buffer(memoryview(x))) - 8).value
+    return mx.as_strided(x, (nbytes // x.dtype.size,), (1,), 0)
 
 
 @cache

@@ -219,7 +219,7 @@ def test_layers_after_the_first_upload_nothing_and_call_little(monkeypatch, opti
     finally:
         sys.setprofile(None)
     assert mx.array not in calls and np.array not in calls
-    assert len(calls) <= 20, calls
+    assert len(calls) <= 24, calls  # four of them are slices of the planes
 
 
 def test_sinks_of_a_layer_are_read_once(monkeypatch):

@@ -1,5 +1,5 @@
 // record(handles, reads, layer, step, copies, k, v): runs `PoolOp::eval_gpu` on evaluated arrays, at once, and returns
-// what it has encoded: launches as (function, text, {index: (is_output, address, nbytes) or bytes}, grid, group),
+// what it has encoded: launches as (function, text, {index: (is_output, address, nbytes, counted) or bytes}, grid, group),
 // addresses of outputs without a launch, addresses of inputs.
 #include <algorithm>
 #include <stdexcept>
@@ -36,8 +36,8 @@ PyObject* described(const mx::metal::Launch& launch) {
     PyObject* key = PyLong_FromLong(index);
     PyObject* value = binding.address == nullptr
         ? PyBytes_FromStringAndSize(binding.bytes.data(), Py_ssize_t(binding.bytes.size()))
-        : Py_BuildValue("(iNn)", int(binding.is_output), PyLong_FromVoidPtr(const_cast<void*>(binding.address)),
-                        Py_ssize_t(binding.nbytes));
+        : Py_BuildValue("(iNnn)", int(binding.is_output), PyLong_FromVoidPtr(const_cast<void*>(binding.address)),
+                        Py_ssize_t(binding.nbytes), Py_ssize_t(binding.counted));
     PyDict_SetItem(bindings, key, value);
     Py_DECREF(key);
     Py_DECREF(value);

@@ -1,5 +1,6 @@
 #include "pool_op.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
@@ -9,6 +10,8 @@
 namespace kvpool {
 
 namespace {
+
+constexpr size_t HANDLE_ELEMENTS = 8;
 
 kv_tokens tokens_of(const mx::array& x) {
   auto stride = [&x](int i) { return x.shape(i) > 1 ? x.strides(i) : 0; };
@@ -100,7 +103,10 @@ void PoolOp::place(const std::vector<mx::array>& inputs, std::vector<mx::array>&
     outputs[i].set_data(mx::allocator::malloc(outputs[i].nbytes()));
   }
   for (int i = 0; i < layer.num_arrays(); i++) {
-    outputs[first_handle() + i].copy_shared_buffer(inputs[i]);
+    // MLX ends a command buffer when its kernels bind too many elements, and counts a handle by this size. Kernels find
+    // the pool's memory by its address, so the handle may claim a few of its elements.
+    const size_t counted = std::min<size_t>(inputs[i].data_size(), HANDLE_ELEMENTS);
+    outputs[first_handle() + i].copy_shared_buffer(inputs[i], inputs[i].strides(), inputs[i].flags(), counted);
   }
 }
 

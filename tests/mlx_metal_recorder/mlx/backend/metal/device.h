@@ -32,7 +32,7 @@ namespace mlx::core::metal {
 struct Binding {
   bool is_output = false;
   const void* address = nullptr;
-  size_t nbytes = 0;
+  size_t nbytes = 0, counted = 0; // counted: elements, in MLX's rule for the end of a command buffer
   std::string bytes;
 };
 struct Launch {
@@ -49,7 +49,7 @@ class CommandEncoder {
   void register_output_array(const array& a) { registered.push_back(a.data<char>()); }
   template <typename T>
   void set_bytes(const T* values, int n, int index) {
-    bindings_[index] = {false, nullptr, 0, std::string(reinterpret_cast<const char*>(values), n * sizeof(T))};
+    bindings_[index] = {false, nullptr, 0, 0, std::string(reinterpret_cast<const char*>(values), n * sizeof(T))};
   }
   void dispatch_threads(MTL::Size grid, MTL::Size group) {
     launches.push_back({kernel_->function, kernel_->text, bindings_, {grid.width, grid.height, grid.depth},
@@ -61,7 +61,7 @@ class CommandEncoder {
  private:
   void bind(bool is_output, const array& a, int index, int64_t offset) {
     const char* first = a.data<char>() + offset;
-    bindings_[index] = {is_output, first, a.data_size() * a.itemsize(), {}};
+    bindings_[index] = {is_output, first, a.nbytes(), a.data_size(), {}};
     if (!is_output) seen.push_back(first);
   }
   MTL::ComputePipelineState* kernel_ = nullptr;
