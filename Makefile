@@ -69,8 +69,8 @@ test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the f
 test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples, and with pools of a gigabyte
 	KVPOOL_FUZZ_EXAMPLES=10000 KVPOOL_LONG=1 $(PYTEST) --timeout 3600 $(PYTEST_ARGS)
 
-cross: $(VENV)/built $(VENV)/test  ## compile for macOS and for Linux on AArch64, where the tests of the core then run in qemu
-	$(PIP) -q ziglang
+cross: $(VENV)/built $(VENV)/test  ## compile for macOS, for CUDA and for Linux on AArch64, whose tests of the core run in qemu
+	$(PIP) -q ziglang nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvcc-cu12 nvidia-cuda-runtime-cu12
 	$(PY) -m tests.verify.builds.cross
 
 mac-report: $(VENV)/built $(VENV)/demo  ## on a Mac: what it is, what runs there and how fast, as one block to paste

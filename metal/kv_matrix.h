@@ -1,9 +1,9 @@
 // Planes as fragments of 8x8 matrices. Behind kv_layout.h.
 //
-// A lane has two neighbours of a row of a fragment: those of its `Place`, as Apple's GPUs spread them. It reads a chunk
-// of four elements of a row of the plane at once, which gives two fragments their pairs. So column j of fragment f of a
-// unit of 16 elements is element 4 * (j / 2) + 2 * f + j % 2. Products over all elements are the same in every order,
-// and a lane's results are chunks of four again.
+// A lane has two neighbours of a row of a fragment: those of its `Place`, as Apple's GPUs spread them, or NVIDIA's. It
+// reads a chunk of four elements of a row of the plane at once, which gives two fragments their pairs. So column j of
+// fragment f of a unit of 16 elements is element 4 * (j / 2) + 2 * f + j % 2. Products over all elements are the same
+// in every order, and a lane's results are chunks of four again.
 #ifndef KV_MATRIX_H
 #define KV_MATRIX_H
 
@@ -15,6 +15,15 @@ struct Place {
   int row, column;
 };
 
+#ifdef KV_CUDA_H
+METAL_FUNC Place place_of(int lane) {
+  return Place{lane / 4, lane % 4 * 2};
+}
+
+METAL_FUNC ushort lane_of_row(int row, int lane) {
+  return ushort(4 * row + lane % 4);
+}
+#else
 METAL_FUNC Place place_of(int lane) {
   return Place{(lane >> 2 & 4) | (lane >> 1 & 3), (lane >> 1 & 4) | (lane << 1 & 2)};
 }
@@ -23,6 +32,7 @@ METAL_FUNC Place place_of(int lane) {
 METAL_FUNC ushort lane_of_row(int row, int lane) {
   return ushort((lane & 9) | (row & 4) << 2 | (row & 3) << 1);
 }
+#endif
 
 template <typename E>
 METAL_FUNC metal::simdgroup_matrix<E, 8, 8> fragment_of(Chunk<E> chunk, int f) {
@@ -78,7 +88,7 @@ METAL_FUNC void multiply(thread C (&keys)[4], thread metal::simdgroup_matrix<Q, 
       const auto elements = keys[i].elements(u);
       KV_UNROLL
       for (int f = 0; f < 2; f++) {
-        const auto key = fragment_of(elements, f);
+        auto key = fragment_of(elements, f);
         KV_UNROLL
         for (int m = 0; m < TILES; m++) {
           metal::simdgroup_multiply_accumulate(scores[m], key, query[m][u][f], scores[m]);

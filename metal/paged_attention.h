@@ -43,21 +43,21 @@ METAL_FUNC Item item_of(Work work, int item) {
 }
 
 // Makes a scaled product a score. distance: tokens from the query, 0 or less. Returns whether the query sees the token,
-// and reads no slope and no mask where `visible` is false.
+// and reads no slope and no mask where `is_visible` is false.
 template <bool SOFT_CAP, bool ALIBI, bool MASK, typename Slope, typename Mask>
-METAL_FUNC bool see(thread float& score, bool visible, float soft_cap, Slope slope, int distance, Mask mask) {
+METAL_FUNC bool see(thread float& score, bool is_visible, float soft_cap, Slope slope, int distance, Mask mask) {
   if (SOFT_CAP) {
     score = soft_cap * metal::precise::tanh(score / soft_cap);
   }
-  if (ALIBI && visible) {
+  if (ALIBI && is_visible) {
     score += *slope * float(distance);
   }
-  if (MASK && visible) {
+  if (MASK && is_visible) {
     const float added = *mask;
     score += added;
     return added != -INFINITY;
   }
-  return visible;
+  return is_visible;
 }
 
 // Stores chunk c of a row: of the result where the item is all of it, else of a part, with its largest score and sum.

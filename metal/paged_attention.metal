@@ -166,22 +166,22 @@ while (tile.begin < seen_end) {
     const int token = item.first_query + r / GROUP, position = item.first_position + r / GROUP;
     const int head = kv_head * GROUP + r % GROUP;
     const bool exists = r / GROUP < item.num_queries;
-    bool visible = exists && seen && my_token <= position && my_token > position - window_tokens;
+    bool is_visible = exists && seen && my_token <= position && my_token > position - window_tokens;
     float score = scores[r] * scale;
     const int64_t masked = MASK ? token * mask_strides[0] + (mask_shape[1] == 1 ? 0 : head * mask_strides[1]) +
                                       my_token * mask_strides[2]
                                 : 0;
-    visible = kv::see<SOFT_CAP, ALIBI, MASK>(score, visible, soft_cap, slopes + head, my_token - position,
-                                             mask + masked);
+    is_visible = kv::see<SOFT_CAP, ALIBI, MASK>(score, is_visible, soft_cap, slopes + head,
+                                                      my_token - position, mask + masked);
     const bool is_observed = r / GROUP == observed_query;
-    if (RAW && is_observed && visible) {
+    if (RAW && is_observed && is_visible) {
       sum_of_heads += score / float(GROUP);
     }
     if (MASS && is_observed && exists && seen) {
       const int64_t row = int64_t(item.row) * num_q_heads + head;
-      kv::store(exported, row * columns + my_token, visible ? score : -INFINITY);
+      kv::store(exported, row * columns + my_token, is_visible ? score : -INFINITY);
     }
-    score = visible ? score : -INFINITY;
+    score = is_visible ? score : -INFINITY;
 
     const float before = simd_shuffle(largest, ushort(r));
     const float top = max(before, simd_max(score));
@@ -204,9 +204,11 @@ while (tile.begin < seen_end) {
 
   // The keys of the next tile are on their way while the values of this one are added.
   const kv::Tile next = kv::tile_at<BLOCK_SIZE>(table, tile.begin + 32, seen_begin, seen_end, lane);
-  KV_UNROLL
-  for (int h = 0; h < 2 && next.begin < seen_end; h++) {
-    kv::load<BLOCK_SIZE>(keys[h], k_plane, next, h * Keys::STEP, lane);
+  if (next.begin < seen_end) {
+    KV_UNROLL
+    for (int h = 0; h < 2; h++) {
+      kv::load<BLOCK_SIZE>(keys[h], k_plane, next, h * Keys::STEP, lane);
+    }
   }
   for (int t = tile.skipped / V_STEP * V_STEP; t < tile.num_tokens; t += V_STEP) {
     KV_UNROLL

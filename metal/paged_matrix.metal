@@ -118,17 +118,17 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
         product += shared_scores[(s * 8 * TILES + r) * WIDTH + lane];
       }
       float score = product * scale;
-      bool visible = exists && seen && my_token <= position && my_token > position - window_tokens;
+      bool is_visible = exists && seen && my_token <= position && my_token > position - window_tokens;
       const int64_t masked = MASK ? token * mask_strides[0] + (mask_shape[1] == 1 ? 0 : head * mask_strides[1]) +
                                         my_token * mask_strides[2]
                                   : 0;
-      visible = kv::see<SOFT_CAP, ALIBI, MASK>(score, visible, soft_cap, slopes + head, my_token - position,
-                                               mask + masked);
+      is_visible = kv::see<SOFT_CAP, ALIBI, MASK>(score, is_visible, soft_cap, slopes + head,
+                                                        my_token - position, mask + masked);
       if ((RAW || MASS) && r / HEADS == observed_query && exists && seen) {
         const int64_t row = int64_t(item.row) * num_q_heads + head;
-        kv::store(exported, row * columns + my_token, visible ? score : RAW ? 0.0f : -INFINITY);
+        kv::store(exported, row * columns + my_token, is_visible ? score : RAW ? 0.0f : -INFINITY);
       }
-      score = visible ? score : -INFINITY;
+      score = is_visible ? score : -INFINITY;
       const float before = simd_shuffle(largest, ushort(i));
       const float top = max(before, simd_max(score));
       const float correction = kv::weight(before, top);
@@ -177,7 +177,7 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
           const auto elements = rows[i].elements(u);
           KV_UNROLL
           for (int f = 0; f < 2; f++) {
-            const auto value = kv::fragment_of(elements, f);
+            auto value = kv::fragment_of(elements, f);
             KV_UNROLL
             for (int m = 0; m < TILES; m++) {
               simdgroup_multiply_accumulate(values[m][u][f], weights[m], value, values[m][u][f]);
@@ -194,8 +194,8 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
             for (int m = 0; m < TILES; m++) {
               const float w = shared_weights[(8 * m + place.row) * WIDTH + 8 * i + t];
               KV_UNROLL
-              for (int e = 0; e < 4 && w != 0.0f; e++) {
-                values[m][u][e / 2].thread_elements()[e % 2] += w * elements[e];
+              for (int e = 0; e < 4; e++) {
+                values[m][u][e / 2].thread_elements()[e % 2] += w == 0.0f ? 0.0f : w * elements[e];
               }
             }
           }

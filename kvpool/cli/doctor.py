@@ -14,6 +14,7 @@ from typing import Any
 
 import kvpool
 from kvpool.cli.console import huge_pages
+from kvpool.cli.wired import most_wired_nbytes
 from kvpool.errors import BackendUnavailable
 
 PACKAGES = ("numpy", "mlx", "mlx-lm", "rich", "matplotlib")
@@ -134,7 +135,8 @@ def metal_facts() -> dict[str, Any]:
             "kernels": "no Metal device; they run in the tests only",
         }
     device = str(mx.device_info().get("device_name", "unknown"))
-    return {"available": True, "device": device, "kernels": metal_kernels_failure()}
+    wired = most_wired_nbytes()
+    return {"available": True, "device": device, "kernels": metal_kernels_failure(), "wired_nbytes": wired}
 
 
 def metal_kernels_failure() -> str | None:
@@ -236,6 +238,8 @@ def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:
 
 def metal_rows(metal: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the lines of the GPU and its kernels; without MLX only that of the GPU."""
+    from kvpool.config import format_nbytes
+
     if not metal["available"]:
         kernels = [("Metal kernels", f"no: {metal['kernels']}")] if metal["kernels"] else []
         return [("Metal", f"no: {metal['reason']}"), *kernels]
@@ -243,6 +247,7 @@ def metal_rows(metal: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("Metal", f"yes, {metal['device']}"),
         ("Metal kernels", "compiled and run" if failure is None else f"NO: {failure}"),
+        ("wired memory", f"at most {format_nbytes(metal.get('wired_nbytes', 0))}, by serve and generate"),
     ]
 
 

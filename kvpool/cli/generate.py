@@ -27,6 +27,7 @@ from kvpool.cli.options import (
     proposer,
     tiny_model,
 )
+from kvpool.cli.wired import add_wired_argument, fit_wired, wired
 from kvpool.errors import KVPoolError, install_command
 
 if TYPE_CHECKING:
@@ -74,10 +75,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="print speed and use of the cache to stderr")
     add_draft_arguments(parser)
     add_cache_arguments(parser)
+    add_wired_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate, and print text as it comes."""
+    with wired(args.wired):
+        return run_wired(args)
+
+
+def run_wired(args: argparse.Namespace) -> int:
+    """Do that with the memory wired that --wired says."""
     options = request_options(args)
     prompts = read_prompts(args.prompt or ([] if args.prompt_file else ["-"]), args.prompt_file)
     tokenizer, engine = make_engine(args, prompts, options)
@@ -227,6 +235,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         )
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         raise CommandError(f"--model {args.model}: {by_flags(exc) or 'not enough memory'}") from None
+    fit_wired(args.wired)
     return tokenizer, engine
 
 

@@ -33,6 +33,7 @@ from kvpool.cli.options import (
     store_of,
     tiny_model,
 )
+from kvpool.cli.wired import add_wired_argument, fit_wired, limit_of, wired
 from kvpool.errors import install_command
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_draft_arguments(parser)
     add_cache_arguments(parser)
     add_store_arguments(parser)
+    add_wired_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if port > LAST_PORT:  # the socket would take the port modulo 65536
         raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
     memory_of(args)
+    limit_of(args.wired)
     keys, weights = read_keys(args)
     if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
         sources = "--api-key, --api-keys or the variable KVPOOL_API_KEY"
@@ -136,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         url = f"http://{host}:{sock.getsockname()[1]}"
         say(f"kvpool serve: loading {args.model} ...")
         make, on_ready = partial(make_engine, args, options), partial(tell, args, url)
-        with log.to_stderr(args.log_level):
+        with log.to_stderr(args.log_level), wired(args.wired):
             left = asyncio.run(process.serve(make, settings, sock, on_ready, grace))
         said, status = "the engine was lost" if left < 0 else f"stopped, {left} blocks in use", 1 if left else 0
     except OSError as exc:
@@ -221,6 +224,7 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
     """Load the model and make its engine."""
     from kvpool.adapters.mlx_lm import Engine, loading
     from kvpool.adapters.mlx_lm.shapes import max_positions
+    from kvpool.config import format_nbytes
 
     model, tokenizer = loading.load(args.model)
     draft = load_draft_model(args, tokenizer)
@@ -230,7 +234,10 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any]) -> Engine:
         longest = min(max_positions(model) or LONGEST, LONGEST)
         options["num_blocks"] = most if args.memory else min(most, 1 + running * -(-longest // size))
     speculate = proposer(num_drafts_of(args), draft, options["num_blocks"] * size, running)
-    return Engine(model, tokenizer=tokenizer, speculate=speculate, **options)
+    engine = Engine(model, tokenizer=tokenizer, speculate=speculate, **options)
+    if limit := fit_wired(args.wired):
+        say(f"kvpool serve: {format_nbytes(limit)} of memory are wired at most")
+    return engine
 
 
 def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:

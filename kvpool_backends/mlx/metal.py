@@ -2,7 +2,8 @@
 
 Decode and small windows run `paged_attention`. Larger groups of query heads and chunks run `paged_matrix`. Both take
 any options. A long chunk of plain attention is bound by arithmetic, not by reads. So its context is gathered, in the
-order that MLX takes, for MLX's own attention, which knows each GPU's matrix units.
+order that MLX takes, for MLX's own attention, which knows each GPU's matrix units: for head dimensions for which that
+makes no array of all scores.
 
 `MetalAttention` reads. There are two ways to write. `MetalBackend` scatters as the plain route does, with every MLX.
 `kvpool_backends.mlx.native.metal.NativeMetalBackend` writes in place with the extension.
@@ -10,6 +11,8 @@ order that MLX takes, for MLX's own attention, which knows each GPU's matrix uni
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
@@ -19,9 +22,9 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
-from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
 from kvpool_backends.checks import check_layer, checked_queries, checked_results, checked_step
-from kvpool_backends.mlx.base import DTYPES, BaseBackend
+from kvpool_backends.mlx.base import DTYPES, BaseBackend, has_metal
 from kvpool_backends.mlx.metal_kernels import (
     HEAD_DIM_MAX,
     PART_TOKENS,
@@ -43,7 +46,11 @@ from kvpool_backends.mlx.plain import PlainBackend, exported_scores, mass_of_sco
 LONG_CHUNK = 32  # queries of a row above which MLX's own attention is taken; only a Mac can tell what is right
 BLOCK_SIZES = tuple(range(8, 257, 8))
 HEAD_DIMS = tuple(range(4, HEAD_DIM_MAX + 1, 4))
-MLX_HEAD_DIM_MAX = 256  # of MLX's own attention where it makes no array of all scores
+# Head dimensions of keys and values for which MLX's own attention makes no array of all scores, and those for which it
+# does not either if the GPU has tensor operations and a chunk as many queries as that; from
+# ScaledDotProductAttention::use_fallback of MLX 0.32.
+FUSED_DIMS = (64, 72, 80, 96, 128)
+TENSOR_DIMS, TENSOR_CHUNK = (192, 256), 1024
 # Below this many elements MLX binds an input in another address space, which is another kernel: inputs are padded.
 CONSTANT_SIZE_MAX = 8
 
@@ -100,7 +107,7 @@ class MetalAttention(_Storage):
     def _allocate(self) -> None:
         super()._allocate()
         self._kernels = MetalKernels(self.spec, self.num_blocks, self._metal_kernel)
-        self._fits_mlx = self.spec.query_dim <= MLX_HEAD_DIM_MAX and not self.spec.latent
+        self._long_chunk = long_chunk(self.spec)
         self._asked: dict[tuple[int, tuple[str, ...]], AttentionOptions] = {}  # by query heads and features
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
@@ -180,7 +187,8 @@ class MetalAttention(_Storage):
         if not given:
             width = 1 << 16  # blocks: `_variants` takes no more of them than a row needs that has two parts
             asked = list(self._asked.items())
-            todo = [(BatchShape(1, LONG_CHUNK + 1, width, heads), chosen) for (heads, _), chosen in asked]
+            longest = LONG_CHUNK + 1 if self._long_chunk is None else self._long_chunk + 1
+            todo = [(BatchShape(1, longest, width, heads), chosen) for (heads, _), chosen in asked]
         for shape in given:
             self._warm_write(shape.num_tokens)
         for shape, chosen in todo:
@@ -281,12 +289,12 @@ class MetalAttention(_Storage):
     ) -> Work:
         """Return the launches for `q`. They are made once for all layers with equal arguments."""
         is_plain = options.window is options.soft_cap is options.alibi_slopes is options.mask is None
-        gathers = is_plain and self._fits_mlx
+        gathers = is_plain and self._long_chunk is not None
         key = (*q.shape[:2], scale, options.window, options.soft_cap, gathers, scores is None)
         if key in plan.work:
             return plan.work[key]
         q_lens, starts, group = np.diff(plan.cu_q_lens), plan.cu_q_lens, q.shape[1] // self.spec.num_kv_heads
-        is_chunk = (q_lens > LONG_CHUNK) & gathers
+        is_chunk = (q_lens > (self._long_chunk or 0)) & gathers
         large = [n for n in set(q_lens.tolist()) if n and head_tiles(self.spec, group, n).units]
         is_matrix = np.isin(q_lens, large) & ~is_chunk
         owner = np.repeat(np.where(is_chunk, 2, is_matrix), q_lens)  # of a token: a launch, or 2 for none
@@ -367,8 +375,8 @@ class MetalAttention(_Storage):
             one_part = int(part_length(num_queries, tiles.heads * tiles.groups, shortest))
             if capacity >= one_part + num_queries:
                 yield num_queries, one_part + num_queries
-        if longest > LONG_CHUNK:
-            yield LONG_CHUNK + 1, LONG_CHUNK + 1
+        if self._long_chunk is not None and longest > self._long_chunk:
+            yield self._long_chunk + 1, self._long_chunk + 1
 
     def _warm_attend(
         self, num_q_heads: int, num_queries: int, context: int, options: AttentionOptions | None, scores: str | None
@@ -381,6 +389,23 @@ class MetalAttention(_Storage):
             options = AttentionOptions(options.window, options.soft_cap, options.sinks, options.alibi_slopes, mask)
         q = mx.zeros((num_queries, num_q_heads, spec.query_dim), self.dtype)
         mx.eval(self.attend(step, 0, q, options=options, scores=scores))
+
+
+def long_chunk(spec: KVSpec) -> int | None:
+    """Return above how many queries of a row MLX's own attention is taken. None: never, as it would make all scores."""
+    if spec.latent or spec.head_dim != spec.value_head_dim:
+        return None
+    if spec.head_dim in FUSED_DIMS:
+        return LONG_CHUNK
+    return TENSOR_CHUNK - 1 if spec.head_dim in TENSOR_DIMS and has_tensor_operations() else None
+
+
+def has_tensor_operations() -> bool:
+    """Whether MLX uses the tensor operations of this GPU: an M5 or newer, from macOS 26.2 on."""
+    if not has_metal() or tuple(map(int, platform.mac_ver()[0].split(".")[:2])) < (26, 2):
+        return False
+    generation, kind = re.findall(r"g(\d+)(\w?)", str(mx.device_info()["architecture"]))[0]
+    return int(generation) >= (18 if kind == "p" else 17)
 
 
 def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = ()) -> Capabilities:

@@ -28,8 +28,9 @@ from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx import metal as metal_route
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=8)
+FUSED = dataclasses.replace(SPEC, head_dim=64)  # for MLX's attention
 PACKED = KVSpec(2, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
-SPECS = pytest.mark.parametrize("spec", [SPEC, PACKED], ids=["dense", "packed"])
+SPECS = pytest.mark.parametrize("spec", [FUSED, PACKED], ids=["dense", "packed"])
 PACKED_CASES = [
     case for case in conformance_storage.QUANTIZED_CASES if case.__name__ != "other_bits_and_groups_are_refused"
 ]
@@ -128,7 +129,7 @@ def gathers(monkeypatch):
 
 @pytest.mark.parametrize(("q_lens", "chunks"), [((1, 40, 3, 70, 32), 2), ((32, 1), 0), ((40, 0, 50), 2)], ids=str)
 def test_long_chunks_take_mlx_attention_and_equal_float64(make, gathers, q_lens, chunks):
-    filled = fill(make, SPEC, [n + 9 for n in q_lens])
+    filled = fill(make, FUSED, [n + 9 for n in q_lens])
     filled.check(q_lens, 4, f"chunks {q_lens}")
     assert len(gathers) == 2 * chunks * SPEC.num_layers
 
@@ -153,12 +154,48 @@ def test_long_chunks_with_sinks_equal_float64_and_other_options_stay_in_the_kern
 
 
 def test_padding_tokens_beside_long_chunks_are_zero(make):
-    filled = fill(make, SPEC, [50, 60])
+    filled = fill(make, FUSED, [50, 60])
     plan, q = filled.plan((40, 50)), filled.queries((40, 50), 4)
-    padded = mx.array(np.concatenate([q, np.ones((3, 4, 8))]).astype(np.float32))
+    padded = mx.array(np.concatenate([q, np.ones((3, 4, 64))]).astype(np.float32))
     out = np.array(filled.backend.attend(filled.backend.prepare(plan), 0, padded))
     np.testing.assert_allclose(out[:90], filled.expected(0, q, (40, 50)).out, atol=1e-5)
     assert (out[90:] == 0).all()
+
+
+MIB = 2**20
+#: Head dimensions for which MLX 0.32 makes no array of all scores.
+FUSED_BY_MLX = (64, 72, 80, 96, 128)
+
+
+@pytest.mark.parametrize("gpu", [None, "applegpu_g16s", "applegpu_g17s"])
+@pytest.mark.parametrize(
+    ("dim", "v_dim"), [(64, 64), (80, 80), (112, 112), (128, 128), (256, 256), (192, 128), (64, 128), (512, 512)]
+)
+def test_no_array_of_a_long_chunk_is_larger_than_256_mib(monkeypatch, dim, v_dim, gpu):
+    """A chunk of 2,048 queries of 16 heads behind 128k tokens: what is launched, and the scores that MLX would make."""
+    sizes, has_tensors = [], gpu == "applegpu_g17s"
+    monkeypatch.setattr(metal_route, "has_metal", lambda: gpu is not None)
+    monkeypatch.setattr(metal_route.platform, "mac_ver", lambda: ("26.3", (), ""))
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": gpu})
+
+    def factory(**_):
+        def launch(*, output_shapes, output_dtypes, **_):
+            sizes.extend(np.prod(shape) * dtype.size for shape, dtype in zip(output_shapes, output_dtypes, strict=True))
+            return [mx.zeros(*out) for out in zip(output_shapes, output_dtypes, strict=True)]
+
+        return launch
+
+    def attention(q, k, v, **_):
+        if k.shape[3] != v.shape[3] or k.shape[3] not in (*FUSED_BY_MLX, *((192, 256) if has_tensors else ())):
+            sizes.append(q.shape[1] * q.shape[2] * k.shape[2] * q.dtype.size)
+        return mx.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
+    context, spec = 2**17, KVSpec(1, 2, dim, "float16", 16, v_dim)
+    backend = MLXBackend(spec, 4, native=False, metal_kernel=factory)
+    plan = StepArrays(np.zeros((1, context // 16), np.int32), np.array([context]), np.array([0, 2048]))
+    backend.attend(backend.prepare(plan), 0, mx.zeros((2048, 16, dim), mx.float16))
+    assert max(sizes) <= 256 * MIB
 
 
 # ---------------------------------------------------------------------------------- steps, and their order

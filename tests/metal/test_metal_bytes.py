@@ -95,7 +95,7 @@ def test_barriers_do_not_depend_on_the_context(counting_engine):
 
 RACES = [
     *(
-        (Batch, {"head_dim": head_dim, "group": 8, "features": features})
+        (Batch, {"head_dim": head_dim, "group": 4, "features": features})
         for head_dim in (64, 80, 256)
         for features in ((), FEATURES)
     ),

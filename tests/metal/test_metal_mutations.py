@@ -29,7 +29,7 @@ def packed_decode():
 
 
 def races(features):
-    counts.test_no_race_in_any_schedule(ENGINE, Batch, {"head_dim": 64, "group": 8, "features": features})
+    counts.test_no_race_in_any_schedule(ENGINE, Batch, {"head_dim": 64, "group": 4, "features": features})
 
 
 def windows():

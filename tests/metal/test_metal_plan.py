@@ -123,10 +123,10 @@ def test_head_tiles_hold_whole_groups_as_far_as_registers_do(group, head_dim, qu
     assert tiles.heads * (tiles.groups - 1) < group <= tiles.heads * tiles.groups
     assert tiles.queries < 2 * queries
     if tiles.kernel == "paged_attention":
-        assert tiles.groups == 1 and tiles.heads <= 1024 // max(head_dim, 128) and tiles.rows * head_dim <= 1024
+        assert tiles.groups == 1 and tiles.heads <= 512 // max(head_dim, 128) and tiles.rows * head_dim <= 512
     else:
         most = 32 if head_dim <= 128 else 16
-        assert group * queries > 1024 // max(head_dim, 128) / 2 or head_dim > 256
+        assert group * queries > 512 // max(head_dim, 128) / 2 or head_dim > 256
         assert tiles.rows <= most and tiles.groups == -(-group // most)
 
 

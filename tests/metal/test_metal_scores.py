@@ -90,7 +90,7 @@ def test_the_result_has_the_same_bits_with_and_without_scores(engine):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("group", "head_dim", "part_tokens", "stored"),
-    [(1, 64, 512, 1), (4, 128, 512, 1), (4, 128, 64, 1), (8, 80, 64, 1), (16, 80, 64, 16), (20, 64, 512, 20)],
+    [(1, 64, 512, 1), (4, 128, 512, 1), (4, 128, 64, 1), (4, 80, 64, 1), (16, 80, 64, 16), (20, 64, 512, 20)],
 )
 def test_raw_scores_cost_one_store_of_four_bytes_per_position(counting_engine, group, head_dim, part_tokens, stored):
     """One for all heads of a group, or one for each where matrix units have them; MLX takes the mean of those."""

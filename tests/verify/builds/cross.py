@@ -4,7 +4,7 @@ zig is the compiler, from PyPI. It has the C headers and libraries of both syste
 Apple's frameworks is three headers of a line, and MLX itself comes as its wheel for macOS. What was compiled for
 macOS is linked as far as it can be without a Mac, and is not run. What was compiled for Linux runs under qemu on
 Debian's AArch64 Python, where the machine has apt-get and qemu: tests of the core, of the CPU kernels and of the
-stand-in.
+stand-in. The Metal kernels are compiled as CUDA, too, by NVIDIA's compilers from PyPI: none may spill registers.
 """
 
 from __future__ import annotations
@@ -173,6 +173,18 @@ def compile_piece(target: str, piece: Piece) -> list[str]:
     return [f"{target} {library}:\n{said}"] if said else []
 
 
+def spilling_kernels() -> list[str]:
+    """Compile the Metal kernels as CUDA, whose compiler needs no GPU; those with more values than registers."""
+    from metal_registers import REGISTERS_MAX, every_variant
+
+    wrong = []
+    for shape, kernel in every_variant():
+        print(f"{'CUDA':24} {shape:48} {kernel.registers} registers, {kernel.spilled} bytes spilled", flush=True)
+        if kernel.spilled:
+            wrong.append(f"{shape}: {kernel.name} spills {kernel.spilled} bytes with {REGISTERS_MAX} registers")
+    return wrong
+
+
 def pip(*arguments: str | Path) -> None:
     """Run pip; wheels alone, for another machine."""
     command = [sys.executable, "-m", "pip", *map(str, arguments), "--only-binary=:all:"]
@@ -244,7 +256,7 @@ def main() -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     modules, kernels = list(extension_modules()), list(stand_in())
     wrong = compile_pieces(MACOS, [*kernels, *modules, native_extension()])
-    wrong += compile_pieces(LINUX, [*kernels, *modules])
+    wrong += compile_pieces(LINUX, [*kernels, *modules]) + spilling_kernels()
     if why := refused():
         print(f"nothing is run: {why}")
     elif not wrong:

@@ -1,0 +1,71 @@
+"""--wired: which limit MLX gets, when, and what it is afterwards."""
+
+import argparse
+
+import pytest
+
+from kvpool.cli import main, wired
+from kvpool.cli.console import CommandError
+
+mx = pytest.importorskip("mlx.core")
+GIB = 2**30
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    """A function that makes this a Mac with so many GiB; returns the limits that MLX is given."""
+
+    def make(total, most=None, active=0):
+        limits = [5]  # before the command
+        device = {"memory_size": total * GIB, "max_recommended_working_set_size": (most or total * 3 // 4) * GIB}
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+        monkeypatch.setattr(mx, "device_info", lambda: device)
+        monkeypatch.setattr(mx, "get_active_memory", lambda: active * GIB)
+        monkeypatch.setattr(mx, "set_wired_limit", lambda limit: (limits[-1], limits.append(limit))[0])
+        return limits
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("given", "active", "expected"),
+    [
+        ("auto", 20, [5, 96 * GIB, 21 * GIB, 5]),
+        ("auto", 100, [5, 96 * GIB, 96 * GIB, 5]),
+        ("40GiB", 20, [5, 40 * GIB, 5]),
+        ("400GiB", 20, [5, 96 * GIB, 5]),
+        ("off", 20, [5]),
+        ("0", 20, [5]),
+    ],
+)
+def test_limit_is_set_before_loading_fitted_after_it_and_restored(mac, given, active, expected):
+    limits = mac(128, active=active)
+    with pytest.raises(ZeroDivisionError), wired.wired(given):
+        assert limits[1:] == expected[1:2]
+        wired.fit_wired(given)
+        raise ZeroDivisionError
+    assert limits == expected
+
+
+@pytest.mark.parametrize(("total", "most", "expected"), [(16, 12, 0.65 * 16), (16, 8, 8), (24, 18, 18)])
+def test_small_macs_keep_a_third_of_their_memory(mac, total, most, expected):
+    mac(total, most)
+    assert wired.most_wired_nbytes() == int(expected * GIB)
+
+
+def test_nothing_is_wired_without_metal_and_nonsense_is_refused():
+    with wired.wired("auto"):
+        assert wired.fit_wired("auto") == wired.limit_of("auto") == 0
+    parser = argparse.ArgumentParser()
+    wired.add_wired_argument(parser)
+    assert parser.parse_args([]).wired == "auto"
+    with pytest.raises(CommandError, match="--wired much"):
+        wired.limit_of("much")
+
+
+def test_generate_wires_its_model(mac, monkeypatch, capsys):
+    limits = mac(64, active=1)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: len(limits) < 2)  # MLX itself computes on the CPU
+    monkeypatch.setattr(wired, "most_wired_nbytes", lambda: 48 * GIB)
+    assert main(["generate", "--model", "tiny", "--prompt", "a", "--max-tokens", "2"]) == 0
+    assert limits == [5, 48 * GIB, 2 * GIB, 5]
