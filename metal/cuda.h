@@ -48,6 +48,9 @@ METAL_FUNC float4_ operator+(float4_ a, float4_ b) {
   return float4_(a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]);
 }
 METAL_FUNC float4_ operator+(float4_ a, float b) { return float4_(a[0] + b, a[1] + b, a[2] + b, a[3] + b); }
+METAL_FUNC float4_ operator*(float4_ a, float4_ b) {
+  return float4_(a[0] * b[0], a[1] * b[1], a[2] * b[2], a[3] * b[3]);
+}
 METAL_FUNC float4_ operator*(float4_ a, float b) { return float4_(a[0] * b, a[1] * b, a[2] * b, a[3] * b); }
 METAL_FUNC float4_ operator*(float a, float4_ b) { return b * a; }
 METAL_FUNC float4_& operator+=(float4_& a, float4_ b) { return a = a + b; }

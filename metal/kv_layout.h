@@ -92,8 +92,8 @@ struct Plane {
   Head head;
 };
 
-// Rows of a plane as a simdgroup reads them. Lane i holds chunks i % LANES + 32 * j of row a * ROWS + i / LANES in
-// chunk[a][j]; chunks outside the row and rows that were not asked for are 0. BITS is 0 for elements of type T;
+// Rows of a plane as a simdgroup reads them. Lane i holds PER_LANE chunks of each row a * ROWS + i / LANES: those that
+// chunk_of(i, j) names. Chunks outside the row and rows that were not asked for are 0. BITS is 0 for elements of type T;
 // kv_packed.h has the rows of 8 and 4 bits, which have the same members.
 template <typename T, int DIM, bool TOUCHING, int BITS, int SIZE>
 struct Rows;
@@ -108,6 +108,10 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
   KV_CONST int STEP = ACCESSES * ROWS;  // rows in all
 
   Chunk<T> chunk[ACCESSES][PER_LANE];
+
+  static METAL_FUNC int chunk_of(int lane, int j) {
+    return lane % LANES + 32 * j;
+  }
 
   // Reads rows begin <= row < end, counted from a slot of a block.
   METAL_FUNC void load(Plane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
@@ -129,7 +133,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
       const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(first + row * stride);
       KV_UNROLL
       for (int j = 0; j < PER_LANE; j++) {
-        const int c = lane % LANES + 32 * j;
+        const int c = chunk_of(lane, j);
         chunk[a][j] = Chunk<T>(T(0));
         if (c < CHUNKS && (ALL || (row >= begin && row < end))) {
           chunk[a][j] = chunks[c];
@@ -162,10 +166,15 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
     }
   }
 
-  // The product of a chunk with four other elements. Only packed rows need the sum of those.
+  // The product of a lane's elements of a row with those of a query. Only packed rows need the sum of these.
   template <typename Q>
-  METAL_FUNC float dot(int a, int j, Chunk<Q> other, float) const {
-    return metal::dot(float4(other), float4(chunk[a][j]));
+  METAL_FUNC float product(int a, thread Chunk<Q> (&query)[PER_LANE], float) const {
+    float sum = 0.0f;
+    KV_UNROLL
+    for (int j = 0; j < PER_LANE; j++) {
+      sum += metal::dot(float4(query[j]), float4(chunk[a][j]));
+    }
+    return sum;
   }
 
   METAL_FUNC float4 floats(int a, int j) const {

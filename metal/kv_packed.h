@@ -87,18 +87,44 @@ METAL_FUNC PackedPlane<T> plane_of(const device uint* words, const device T* sca
   return PackedPlane<T>{words, scales, biases, head_of(layout, head), head_of(layout + 8, head)};
 }
 
-// Rows of 8 or 4 bits, each row read for itself; see kv_layout.h. They are never made a plane of floats.
+// Eight numbers as they are stored, and four of them. Those of 4 bits are not shifted, but divided.
+template <int BITS>
+struct Eight {
+  using Words = metal::vec<uint, 2>;
+};
+
+template <>
+struct Eight<4> {
+  using Words = metal::vec<ushort, 2>;
+};
+
+METAL_FUNC float4 numbers(metal::vec<uint, 2> words, int j) {
+  return float4(as_type<metal::vec<uchar, 4>>(words[j]));
+}
+
+METAL_FUNC float4 numbers(metal::vec<ushort, 2> words, int j) {
+  const ushort x = words[j];
+  return float4(x & 0x000f, x & 0x00f0, x & 0x0f00, x & 0xf000) * float4(1.0f, 1.0f / 16, 1.0f / 256, 1.0f / 4096);
+}
+
+// Rows of 8 or 4 bits. A lane has eight neighbouring elements of a row, which share a scale and a bias. They are never
+// made a plane of floats.
 template <typename T, int DIM, bool TOUCHING, int BITS, int SIZE>
 struct Rows {
   KV_CONST int CHUNKS = chunks_per_row<DIM>();
-  KV_CONST int LANES = lanes_per_row<DIM>();
-  KV_CONST int ROWS = rows_per_access<DIM>();
-  KV_CONST int PER_LANE = chunks_per_lane<DIM>();
-  KV_CONST int ACCESSES = 4 / PER_LANE;
+  KV_CONST int LANES = CHUNKS <= 16 ? 8 : CHUNKS <= 32 ? 16 : 32;
+  KV_CONST int ROWS = 32 / LANES;
+  KV_CONST int PER_LANE = 2;
+  KV_CONST int ACCESSES = 2;
   KV_CONST int STEP = ACCESSES * ROWS;
+  using Words = typename Eight<BITS>::Words;
 
-  PackedChunk<BITS> chunk[ACCESSES][PER_LANE];
-  float scale[ACCESSES][PER_LANE], bias[ACCESSES][PER_LANE];
+  Words words[ACCESSES];
+  metal::vec<T, 2> factors[ACCESSES];  // scale and bias
+
+  static METAL_FUNC int chunk_of(int lane, int j) {
+    return 2 * (lane % LANES) + j;
+  }
 
   // Reads rows begin <= row < end, counted from a slot of a block.
   METAL_FUNC void load(PackedPlane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
@@ -111,36 +137,34 @@ struct Rows {
 
   template <bool ALL>
   METAL_FUNC void load_rows(PackedPlane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
-    const device uint* words = plane.words + plane.head.row(block, slot);
+    const device uint* first = plane.words + plane.head.row(block, slot);
     const int64_t factor = plane.factors.row(block, slot);
     KV_UNROLL
     for (int a = 0; a < ACCESSES; a++) {
-      const int row = a * ROWS + lane / LANES;
-      const device PackedChunk<BITS>* chunks =
-          reinterpret_cast<const device PackedChunk<BITS>*>(words + row * plane.head.slot_stride);
-      KV_UNROLL
-      for (int j = 0; j < PER_LANE; j++) {
-        const int c = lane % LANES + 32 * j;
-        chunk[a][j] = PackedChunk<BITS>(uchar(0));
-        scale[a][j] = bias[a][j] = 0.0f;
-        if (c < CHUNKS && (ALL || (row >= begin && row < end))) {
-          chunk[a][j] = chunks[c];
-          const int64_t group = factor + row * plane.factors.slot_stride + 4 * c / SIZE;
-          scale[a][j] = float(plane.scales[group]);
-          bias[a][j] = float(plane.biases[group]);
-        }
+      const int row = a * ROWS + lane / LANES, c = chunk_of(lane, 0);
+      words[a] = Words(0);
+      factors[a] = metal::vec<T, 2>(T(0));
+      if (c < CHUNKS && (ALL || (row >= begin && row < end))) {
+        words[a] = reinterpret_cast<const device Words*>(first + row * plane.head.slot_stride)[c / 2];
+        const int64_t group = factor + row * plane.factors.slot_stride + 4 * c / SIZE;
+        factors[a] = metal::vec<T, 2>(plane.scales[group], plane.biases[group]);
       }
     }
   }
 
-  // The product with four elements whose sum is known: numbers are multiplied, scale and bias come in once.
+  // See kv_layout.h: numbers are multiplied, scale and bias come in once.
   template <typename Q>
-  METAL_FUNC float dot(int a, int j, Chunk<Q> other, float sum_of_other) const {
-    return scale[a][j] * metal::dot(float4(other), numbers(chunk[a][j])) + bias[a][j] * sum_of_other;
+  METAL_FUNC float product(int a, thread Chunk<Q> (&query)[PER_LANE], float sum_of_query) const {
+    float sum = 0.0f;
+    KV_UNROLL
+    for (int j = 0; j < PER_LANE; j++) {
+      sum += metal::dot(float4(query[j]), numbers(words[a], j));
+    }
+    return float(factors[a][0]) * sum + float(factors[a][1]) * sum_of_query;
   }
 
   METAL_FUNC float4 floats(int a, int j) const {
-    return scale[a][j] * numbers(chunk[a][j]) + bias[a][j];
+    return float(factors[a][0]) * numbers(words[a], j) + float(factors[a][1]);
   }
 };
 

@@ -72,7 +72,7 @@ const float scale = numbers[0], soft_cap = numbers[1];
 const int window_tokens = window;
 
 kv::Chunk<Q> query[ROWS][Keys::PER_LANE];
-float sum_of_query[ROWS][Keys::PER_LANE];  // for packed keys; else nothing reads it
+float sum_of_query[ROWS];  // for packed keys; else nothing reads it
 float4 values[ROWS][Values::PER_LANE];
 float largest = -INFINITY, sum = 0.0f;  // lane i: score so far and sum of weights of row i
 KV_UNROLL
@@ -80,9 +80,10 @@ for (int r = 0; r < ROWS; r++) {
   const int token = r / GROUP, head = kv_head * GROUP + r % GROUP;
   const bool exists = token < item.num_queries;
   const int64_t row = int64_t(item.first_query + token) * q_strides[0] + int64_t(head) * q_strides[1];
+  sum_of_query[r] = 0.0f;
   KV_UNROLL
   for (int j = 0; j < Keys::PER_LANE; j++) {
-    const int c = lane % Keys::LANES + 32 * j;
+    const int c = Keys::chunk_of(lane, j);
     query[r][j] = kv::Chunk<Q>(Q(0));
     if (exists && c < Keys::CHUNKS) {
       KV_UNROLL
@@ -90,7 +91,7 @@ for (int r = 0; r < ROWS; r++) {
         query[r][j][e] = q[row + 4 * c + e];
       }
     }
-    sum_of_query[r][j] = metal::dot(float4(query[r][j]), float4(1.0f));
+    sum_of_query[r] += metal::dot(float4(query[r][j]), float4(1.0f));
   }
   KV_UNROLL
   for (int j = 0; j < Values::PER_LANE; j++) {
@@ -121,11 +122,7 @@ while (tile.begin < seen_end) {
         float products[Keys::ACCESSES];
         KV_UNROLL
         for (int i = 0; i < Keys::ACCESSES; i++) {
-          products[i] = 0.0f;
-          KV_UNROLL
-          for (int j = 0; j < Keys::PER_LANE; j++) {
-            products[i] += keys[h].dot(i, j, query[r][j], sum_of_query[r][j]);
-          }
+          products[i] = keys[h].product(i, query[r], sum_of_query[r]);
         }
         KV_UNROLL
         for (int n = Keys::ACCESSES / 2; n > 0; n /= 2) {
@@ -250,10 +247,11 @@ for (int r = 0; r < ROWS; r++) {
   KV_UNROLL
   for (int j = 0; j < Values::PER_LANE; j++) {
     float4 mine = values[r][j];
-    if (Values::ROWS == 2) {
-      mine += simd_shuffle_xor(mine, ushort(Values::LANES));
+    KV_UNROLL
+    for (int distance = Values::LANES; distance < 32; distance *= 2) {
+      mine += simd_shuffle_xor(mine, ushort(distance));
     }
-    const int c = lane % Values::LANES + 32 * j;
+    const int c = Values::chunk_of(lane, j);
     if (lane < Values::LANES && c < Values::CHUNKS) {
       shared_values[(r * SIMDGROUPS + simd) * Values::CHUNKS + c] = mine;
     }

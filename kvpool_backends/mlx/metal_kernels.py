@@ -55,7 +55,7 @@ def tuned(name: str, default: int) -> int:
 
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
 SIMDGROUPS = tuned("SIMDGROUPS", 4)  # of a threadgroup of `paged_attention` and `paged_reduce`: 128 threads
-# Pairs of query and head in `paged_attention`, times 128 or 256 dimensions; at most 512 unless planes have 16 bits.
+# Pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless planes have 16 bits.
 ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 512)
 PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
 PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context of a model with 8 KV heads; beyond, parts double in length
@@ -183,7 +183,7 @@ def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
     """
     dim, narrow = max(dim for _, dim in spec.planes), spec.itemsize_nbytes == 2
     together = 1 << (queries - 1).bit_length()
-    room = ROW_DIMS_MAX if narrow and not spec.is_quantized else min(ROW_DIMS_MAX, 512)
+    room = ROW_DIMS_MAX if narrow and not spec.is_quantized else ROW_DIMS_MAX // 2
     if dim <= 256 and not spec.latent and group * together <= room // 128 // -(-dim // 128):
         return HeadTiles(group, 1, together)
     many = spec.latent or group * together > 8  # rows

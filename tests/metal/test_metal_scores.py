@@ -118,7 +118,7 @@ def test_raw_scores_cost_one_store_of_four_bytes_per_position(counting_engine, g
 
 def test_mass_lays_aside_one_score_per_query_head_and_position(counting_engine):
     runs = []
-    batch = Batch(dtype="float16", head_dim=128, group=2, seq_lens=(150, 150), q_lens=(1, 3), part_tokens=64)
+    batch = Batch(dtype="float16", head_dim=128, group=2, seq_lens=(150, 150), q_lens=(1, 2), part_tokens=64)
     batch.run_with_scores(counting_engine.factory(0, runs=runs), "mass")
     stores = runs[0].writes["exported"]
     assert stores.bytes == stores.distinct_bytes == 4 * batch.num_q_heads * sum(batch.seq_lens)
