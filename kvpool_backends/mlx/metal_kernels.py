@@ -33,7 +33,7 @@ CHOICES = {  # of the constants below, what `kvpool bench metal --sweep` tries
     "SIMDGROUPS": (2, 4),
     "ROW_DIMS_MAX": (512, 1024),
     "PART_TOKENS": (32, 64, 128, 256, 512, 1024),
-    "PARTS_MAX": (32, 40, 64, 128, 256),
+    "PARTS_MAX": (32, 40, 64, 96, 128, 256),
 }
 
 
@@ -53,12 +53,20 @@ def tuned(name: str, default: int) -> int:
     return int(found)
 
 
+def default_parts() -> int:
+    """Parts of a long context: as many as give each core of this GPU enough to do."""
+    if mx.cuda.is_available():
+        return 96
+    has_many_cores = mx.metal.is_available() and "Ultra" in str(mx.device_info()["device_name"])
+    return 96 if has_many_cores else 40  # other GPUs of Apple's have up to 40 cores, an Ultra 48 to 80
+
+
 # What is right here only a Mac can tell; results depend on these numbers in their last bits only.
 SIMDGROUPS = tuned("SIMDGROUPS", 4)  # of a threadgroup of `paged_attention` and `paged_reduce`: 128 threads
 # Pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless planes have 16 bits.
 ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 512)
 PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
-PARTS_MAX = tuned("PARTS_MAX", 40)  # of one context of a model with 8 KV heads; beyond, parts double in length
+PARTS_MAX = tuned("PARTS_MAX", default_parts())  # of one context of a model with 8 KV heads; beyond, parts double in length
 STEP_TOKENS = 8  # parts and runs begin at multiples of it: a step of loads stays in a block
 HEAD_DIM_MAX = 512
 LATENT_DIM_MAX = 640  # with rotary parts

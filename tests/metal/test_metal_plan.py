@@ -1,5 +1,6 @@
 """The work list of the Metal kernels: what is read by whom, decided by the lengths of a row alone."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from kvpool_backends.mlx.metal_kernels import (
     SIMDGROUPS,
     HeadTiles,
     MetalKernels,
+    default_parts,
     head_tiles,
     parts_of,
     plan_attention,
@@ -103,16 +105,18 @@ def test_what_parts_leave_stays_small_beside_keys_and_values(spec, group):
         assert sums <= 0.5 * context * spec.token_nbytes / spec.num_kv_heads
 
 
-@pytest.mark.parametrize("cores", [8, 40, 80])  # of Apple's GPUs: the smallest, the largest, an Ultra
+@pytest.mark.parametrize(("name", "cores"), [("Apple M1", 8), ("Apple M4 Max", 40), ("Apple M3 Ultra", 80)])
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_one_sequence_has_threadgroups_for_every_core(cores, group):
-    """Eight KV heads and one query: 4 threadgroups a core from 2k tokens on, 2 of an Ultra."""
-    spec = KVSpec(1, 8, 128, "float16", 16)
+def test_one_sequence_has_threadgroups_for_every_core(monkeypatch, name, cores, group):
+    """Eight KV heads and one query: 4 threadgroups a core from 2k tokens on, of an Ultra from 2.5k on."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": name})
+    spec, most = KVSpec(1, 8, 128, "float16", 16), default_parts()
     tiles = head_tiles(spec, group, 1)
     for context in (*range(512, 8193, 8), 16_384, 20_481, 131_072):
-        work = plan_attention(np.array([context]), np.array([0, 1]), 1, tiles=tiles)
+        work = plan_attention(np.array([context]), np.array([0, 1]), 1, tiles=tiles, parts_max=most)
         per_core = len(work.items) * tiles.groups * spec.num_kv_heads / cores
-        assert per_core >= (0.8 if context < 2048 else 4 if cores <= 40 else 2)
+        assert per_core >= (0.8 if context < 2048 else min(4, context / 64 * 8 / cores))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32, 71])
