@@ -15,7 +15,6 @@
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
-typedef unsigned long long ulong;
 
 namespace metal {
 
@@ -123,7 +122,7 @@ METAL_FUNC simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T x) 
 }
 
 template <typename T>
-METAL_FUNC void simdgroup_load(simdgroup_matrix<T>& m, const T* from, ulong stride) {
+METAL_FUNC void simdgroup_load(simdgroup_matrix<T>& m, const T* from, int stride) {
   const int lane = threadIdx.x % 32;
   from += lane / 4 * stride + 2 * (lane % 4);
   m.elements = vec<T, 2>(from[0], from[1]);

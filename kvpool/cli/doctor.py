@@ -114,11 +114,12 @@ def cpu_facts() -> dict[str, Any]:
 def mlx_route() -> dict[str, str | None] | None:
     """Return the route of the mlx backend here, and why it is not the CPU kernels. None if it does not work."""
     try:
-        from kvpool_backends.mlx.base import has_metal, kernels_refusal
+        from kvpool_backends.mlx.base import has_cuda, has_metal, kernels_refusal
     except ImportError:
         return None
     reason = kernels_refusal()
-    return {"route": "kernels" if reason is None else "metal" if has_metal() else "plain", "reason": reason}
+    gpu = "metal" if has_metal() else "cuda" if has_cuda() else "plain"
+    return {"route": "kernels" if reason is None else gpu, "reason": reason}
 
 
 def metal_facts() -> dict[str, Any]:
@@ -231,6 +232,7 @@ def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:
     how = {
         "kernels": "the CPU kernels on MLX's memory",
         "metal": "the Metal kernels on MLX's memory",
+        "cuda": "the Metal kernels, compiled as CUDA, on MLX's memory",
         "plain": f"plain MLX: {route['reason']}",
     }
     return [("mlx computes by", how[str(route["route"])])]
@@ -255,7 +257,7 @@ def native_rows(native: dict[str, Any] | None, route: dict[str, str | None] | No
     """Return the line of the extension that writes in place; without it also what that costs, and what builds it."""
     if native is None:
         return []
-    if route is not None and route["route"] == "plain":
+    if route is not None and route["route"] in ("plain", "cuda"):
         return [("mlx extension", "not in use: plain MLX does not take it")]
     if native["active"]:
         return [("mlx extension", f"in use, {native['folder']}")]

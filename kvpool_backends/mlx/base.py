@@ -116,7 +116,7 @@ class BaseBackend:
 
     Attributes
     ----------
-    route : {"metal", "kernels", "plain"}
+    route : {"metal", "cuda", "kernels", "plain"}
     writes : str
         How tokens are written into the pool, and what that costs.
     dtype : mx.Dtype
@@ -187,6 +187,11 @@ class BaseBackend:
 def has_metal() -> bool:
     """Whether MLX computes on a GPU with Metal."""
     return bool(mx.default_device() == mx.gpu and mx.metal.is_available())
+
+
+def has_cuda() -> bool:
+    """Whether MLX computes on a GPU with CUDA."""
+    return bool(mx.default_device() == mx.gpu and mx.cuda.is_available())
 
 
 def kernels_refusal() -> str | None:

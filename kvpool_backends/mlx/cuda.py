@@ -16,6 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
+from kvpool_backends.mlx.metal import MetalBackend
 from kvpool_backends.mlx.metal_kernels import Factory, Kernel, content_hash, source_text
 
 GRID = "grid_size"  # an input of every kernel: threads in each dimension
@@ -40,6 +41,16 @@ using metal::min;
 """
 
 
+class CudaBackend(MetalBackend):
+    """`MetalBackend` where MLX computes on a GPU with CUDA."""
+
+    route = "cuda"
+
+    def _allocate(self) -> None:
+        self._metal_kernel = metal_kernel
+        super()._allocate()
+
+
 def metal_kernel(
     *,
     name: str,
@@ -62,8 +73,8 @@ def metal_kernel(
     def launch(
         *, inputs: Sequence[Any], grid: tuple[int, int, int], threadgroup: tuple[int, int, int], **call: Any
     ) -> list[mx.array]:
-        arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
-        kind = tuple((str(x.dtype).rpartition(".")[2], x.ndim == 0) for x in arrays)
+        arrays = [x if isinstance(x, mx.array) else _scalar(x) for x in inputs]
+        kind = tuple((str(x.dtype).rpartition(".")[2], x is not given) for x, given in zip(arrays, inputs, strict=True))
         if kind not in made:
             scalars = [name for name, (_, is_scalar) in zip(input_names, kind, strict=True) if is_scalar]
             # MLX finds a compiled kernel by its name, which knows the template but no types of inputs.
@@ -95,6 +106,11 @@ def _body(source: str, scalars: Sequence[str]) -> str:
 
 def _in_one_address_space(text: str) -> str:
     return re.sub(r"\b(device|constant|threadgroup|thread) ", "", text)
+
+
+@lru_cache(maxsize=1024)
+def _scalar(x: int) -> mx.array:
+    return mx.array([x])
 
 
 @lru_cache(maxsize=1024)

@@ -66,7 +66,8 @@ SIMDGROUPS = tuned("SIMDGROUPS", 4)  # of a threadgroup of `paged_attention` and
 # Pairs of query and head in `paged_attention`, times 128 or 256 dimensions; half unless planes have 16 bits.
 ROW_DIMS_MAX = tuned("ROW_DIMS_MAX", 512)
 PART_TOKENS = tuned("PART_TOKENS", 64)  # of a context, per threadgroup
-PARTS_MAX = tuned("PARTS_MAX", default_parts())  # of one context of a model with 8 KV heads; beyond, parts double in length
+# Of one context of a model with 8 KV heads; beyond, parts double in length.
+PARTS_MAX = tuned("PARTS_MAX", default_parts())
 STEP_TOKENS = 8  # parts and runs begin at multiples of it: a step of loads stays in a block
 HEAD_DIM_MAX = 512
 LATENT_DIM_MAX = 640  # with rotary parts

@@ -45,7 +45,7 @@ class Batch:
     dtype: str = "float32"
     head_dim: int = 64
     v_head_dim: int | None = None
-    group: int = 4
+    group: int = 2
     kv_heads: int = 2
     block_size: int = 16
     layout: str = "NHD"

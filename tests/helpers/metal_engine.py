@@ -12,6 +12,7 @@ import msl
 import numpy as np
 
 from kvpool_backends.mlx import metal_kernels
+from kvpool_backends.mlx.cuda import metal_kernel as as_cuda
 
 #: Inputs that may be the first elements of what the kernel reads.
 POOLS = {"k_pool", "v_pool", "pool", "words", "scales", "biases"}
@@ -33,15 +34,44 @@ class StandIn:
 
         def make(**description: Any) -> Callable[..., list[mx.array]]:
             kernel = _kernel(tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in description.items()))
-            pools = [name in POOLS for name in description["input_names"]]
 
             def launch(**call: Any) -> list[mx.array]:
-                call["inputs"] = [_whole(x) if is_pool else x for x, is_pool in zip(call["inputs"], pools, strict=True)]
+                call["inputs"] = _whole_pools(description, call)
                 with msl.settings(seed=schedule, instrumented=runs is not None, lint=lint) as counted:
                     out = kernel(**call)
                 if runs is not None:
                     runs.extend(counted)
                 return out
+
+            return launch
+
+        return make
+
+
+class Cuda:
+    """CUDA: the device's own schedule, and nothing is counted."""
+
+    name = "cuda"
+    schedules = (0,)
+
+    def factory(self, schedule: int = 0) -> Factory:
+        """`mx.fast.cuda_kernel`, behind the interface of `mx.fast.metal_kernel`."""
+        return as_cuda
+
+
+class CudaStandIn:
+    """The texts for CUDA, on a CPU."""
+
+    def factory(self, schedule: int = 0) -> Factory:
+        """A factory of kernels that run under one schedule."""
+
+        def make(**description: Any) -> Callable[..., list[mx.array]]:
+            kernel = as_cuda(factory=msl.cuda_kernel, **description)
+
+            def launch(**call: Any) -> list[mx.array]:
+                call["inputs"] = _whole_pools(description, call)
+                with msl.settings(seed=schedule):
+                    return kernel(**call)
 
             return launch
 
@@ -59,7 +89,9 @@ class Native:
         return mx.fast.metal_kernel
 
 
-ENGINES = {"stand-in": StandIn} | ({"native": Native} if mx.metal.is_available() else {})
+ENGINES = {"stand-in": StandIn}
+ENGINES |= {"native": Native} if mx.metal.is_available() else {}
+ENGINES |= {"cuda": Cuda} if mx.cuda.is_available() else {}
 
 
 def recording(factory: Factory, kernels: set[tuple[str, ...]]) -> Factory:
@@ -78,10 +110,14 @@ def recording(factory: Factory, kernels: set[tuple[str, ...]]) -> Factory:
     return make
 
 
+def _whole_pools(description: dict[str, Any], call: dict[str, Any]) -> list[Any]:
+    """The inputs of a launch; for the first elements of a pool all of it."""
+    named = zip(description["input_names"], call["inputs"], strict=True)
+    return [_whole(x) if name in POOLS and x.shape == (8,) else x for name, x in named]
+
+
 def _whole(x: mx.array) -> mx.array:
     """The buffer of which `x` is the first elements, as an array. MLX keeps its size in front of it, on a CPU."""
-    if x.shape != (8,):
-        return x
     mx.eval(x)
     nbytes = ctypes.c_size_t.from_address(ctypes.addressof(ctypes.c_char.from_buffer(memoryview(x))) - 8).value
     return mx.as_strided(x, (nbytes // x.dtype.size,), (1,), 0)

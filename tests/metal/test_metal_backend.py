@@ -405,14 +405,14 @@ def test_another_mlx_must_pass_a_self_check_on_every_route(engine, built, monkey
     routes = ({"metal_kernel": factory}, {"kernels": True}, {"kernels": False})
     with on_cpu(), looking_in(built):
         for options in (*({"native": False} | route for route in routes), {"native": True}):
-            kvpool_backends.mlx.require_right.cache_clear()
+            kvpool_backends.mlx.what_is_wrong.cache_clear()
             caplog.clear()
             backend = MLXBackend(spec, 4, **options)
             assert f"MLX {version} is untested, the {backend.route} route has passed" in caplog.text
             caplog.clear()
             MLXBackend(spec, 4, **options)
             assert not caplog.text
-    kvpool_backends.mlx.require_right.cache_clear()
+    kvpool_backends.mlx.what_is_wrong.cache_clear()
 
 
 def test_a_gpu_without_the_extension_says_once_what_it_costs(engine, monkeypatch, caplog):
@@ -429,7 +429,7 @@ def test_a_gpu_without_the_extension_says_once_what_it_costs(engine, monkeypatch
 
 def test_another_mlx_that_computes_or_packs_otherwise_is_refused(engine, monkeypatch):
     monkeypatch.setattr(kvpool_backends.mlx, "MLX_VERSION", "0.33.0")
-    kvpool_backends.mlx.require_right.cache_clear()
+    kvpool_backends.mlx.what_is_wrong.cache_clear()
 
     def wrong(**description):
         kernel = engine.factory(0)(**description)
@@ -451,7 +451,7 @@ def test_another_mlx_that_computes_or_packs_otherwise_is_refused(engine, monkeyp
         with pytest.raises(BackendUnavailable, match=r"plain route .*\(attention is wrong by"):
             MLXBackend(PACKED, 4, kernels=False)
     monkeypatch.undo()
-    kvpool_backends.mlx.require_right.cache_clear()
+    kvpool_backends.mlx.what_is_wrong.cache_clear()
     assert MLXBackend(SPEC, 4, native=False, metal_kernel=engine.factory(0)).route == "metal"
 
 

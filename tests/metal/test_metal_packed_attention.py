@@ -79,7 +79,7 @@ def test_decode_reads_the_bytes_of_the_format(counting_engine, bits, size, group
 
 
 def test_words_of_8_bits_are_read_in_whole_lines(counting_engine):
-    batch = batch_of((8, 8), dtype="float16", head_dim=128, seq_lens=(200,))
+    batch = batch_of((8, 8), dtype="float16", head_dim=128, group=2, seq_lens=(200,))
     runs = []
     batch.run(counting_engine.factory(0, runs=runs))
     for name in ("k_pool", "v_pool"):

@@ -121,6 +121,7 @@ def metal_kernel(
     ensure_row_contiguous: bool = True,
     atomic_outputs: bool = False,
     compile_options: dict[str, str] | None = None,
+    prelude: str = PRELUDE,
 ) -> Callable[..., list[Any]]:
     """Stand in for ``mx.fast.metal_kernel``, whose documentation holds; `settings` chooses how launches run.
 
@@ -171,7 +172,7 @@ def metal_kernel(
         bound |= {indices[out.name]: out for out in outputs}
         template_arguments = ", ".join(template_text(value) for _, value in arguments)
         text = _number_lines(text, name, header, source)
-        _kernel(text, function, template_arguments).launch(bound, grid, threadgroup)
+        _kernel(text, function, template_arguments, prelude).launch(bound, grid, threadgroup)
         as_mlx = any(map(is_mlx_array, inputs)) or (not inputs and any(map(is_mlx_dtype, output_dtypes)))
         return [to_mlx(out.array) if as_mlx else out.array for out in outputs]
 
@@ -184,10 +185,16 @@ def _number_lines(text: str, name: str, header: str, source: str) -> str:
     return f'#line 1 "{name} (header)"\n{header}\n{before}) {{\n#line 1 "{name}"\n{source}\n}}\n{after}'
 
 
-def _kernel(text: str, function: str, template: str) -> Kernel:
+def cuda_kernel(*, source: str, **description: Any) -> Callable[..., list[Any]]:
+    """Stand in for ``mx.fast.cuda_kernel``: the same text, whose own names hide those of Metal's parameters."""
+    source = "{\n" + source.replace("__shared__ ", "threadgroup ") + "\n}"
+    return metal_kernel(source=source, prelude="", **description)
+
+
+def _kernel(text: str, function: str, template: str, prelude: str) -> Kernel:
     key = text, template
     if key not in _kernels:
-        _kernels[key] = Kernel(text, function, template, prelude=PRELUDE)
+        _kernels[key] = Kernel(text, function, template, prelude=prelude)
     return _kernels[key]
 
 
