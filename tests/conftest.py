@@ -301,7 +301,9 @@ def refused():
 
 
 def _metal_engines():
-    """Names of what can run Metal kernels here; MLX is loaded on a Mac only."""
+    """Names of what can run Metal kernels here; MLX is loaded on a Mac only. ``KVPOOL_METAL_ENGINE`` names another."""
+    if chosen := os.environ.get("KVPOOL_METAL_ENGINE"):
+        return [chosen]
     if sys.platform == "darwin":
         with contextlib.suppress(ImportError):
             import mlx.core as mx

@@ -1,15 +1,16 @@
 """Faults planted into the shipped texts of Metal kernels, for the tests of those tests."""
 
+import os
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
-from metal_engine import StandIn
+from metal_engine import ENGINES
 from msl import MetalError
 
 from kvpool_backends.mlx import metal_kernels
 
-ENGINE = StandIn()
+ENGINE = ENGINES[os.environ.get("KVPOOL_METAL_ENGINE", "stand-in")]()
 
 
 class Mutant(NamedTuple):
