@@ -121,7 +121,6 @@ def metal_kernel(
     ensure_row_contiguous: bool = True,
     atomic_outputs: bool = False,
     compile_options: dict[str, str] | None = None,
-    prelude: str = PRELUDE,
 ) -> Callable[..., list[Any]]:
     """Stand in for ``mx.fast.metal_kernel``, whose documentation holds; `settings` chooses how launches run.
 
@@ -132,6 +131,32 @@ def metal_kernel(
         raise NotImplementedError("[metal_kernel] there are no atomic outputs and no compile_options")
     if not output_names:
         raise ValueError("[metal_kernel] Must specify at least one output.")
+    return _made(name, input_names, output_names, source, header, ensure_row_contiguous, PRELUDE)
+
+
+def cuda_kernel(
+    *,
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str,
+    ensure_row_contiguous: bool,
+) -> Callable[..., list[Any]]:
+    """Stand in for ``mx.fast.cuda_kernel``: the same text, whose own names hide those of Metal's parameters."""
+    source = "{\n" + source.replace("__shared__ ", "threadgroup ") + "\n}"
+    return _made(name, input_names, output_names, source, header, ensure_row_contiguous, "")
+
+
+def _made(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str,
+    ensure_row_contiguous: bool,
+    prelude: str,
+) -> Callable[..., list[Any]]:
     def call(
         *,
         inputs: Sequence[Any],
@@ -183,12 +208,6 @@ def _number_lines(text: str, name: str, header: str, source: str) -> str:
     """Mark the text so that messages count the lines of the header and of the body, each from 1."""
     before, after = text.removeprefix(header).rsplit(f") {{\n{source}\n}}\n", 1)
     return f'#line 1 "{name} (header)"\n{header}\n{before}) {{\n#line 1 "{name}"\n{source}\n}}\n{after}'
-
-
-def cuda_kernel(*, source: str, **description: Any) -> Callable[..., list[Any]]:
-    """Stand in for ``mx.fast.cuda_kernel``: the same text, whose own names hide those of Metal's parameters."""
-    source = "{\n" + source.replace("__shared__ ", "threadgroup ") + "\n}"
-    return metal_kernel(source=source, prelude="", **description)
 
 
 def _kernel(text: str, function: str, template: str, prelude: str) -> Kernel:

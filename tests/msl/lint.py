@@ -10,8 +10,10 @@ may still mix address spaces.
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from .prepass import (
@@ -57,10 +59,13 @@ BANNED = {
 
 
 @cache
-def clang() -> str | None:
-    """The newest clang++ on the path, or None."""
+def clang() -> tuple[str, ...] | None:
+    """The command of the newest clang++ on the path, or of that in zig's package from PyPI, or None."""
     versions = [f"clang++-{version}" for version in range(24, 15, -1)]
-    return next((found for name in (*versions, "clang++") if (found := shutil.which(name))), None)
+    for name in (*versions, "clang++"):
+        if found := shutil.which(name):
+            return (found,)
+    return (sys.executable, "-m", "ziglang", "clang") if find_spec("ziglang") else None
 
 
 def _constructors(text: str) -> str:
@@ -95,7 +100,7 @@ def lint(source: str, name: str, include_folders: Sequence[Path] = ()) -> list[s
     if tool:
         prefix = f'#line 1 "{name}"\nusing namespace metal;\ntypedef half float16_t;\ntypedef bfloat bfloat16_t;\n'
         result = subprocess.run(
-            [tool, *FLAGS, "-include", str(HEADER), "-"],
+            [*tool, *FLAGS, "-include", str(HEADER), "-"],
             input=f'{prefix}#line 1 "{name}"\n{text}', capture_output=True, text=True, check=False,
         )  # fmt: skip
         found += [line for line in result.stderr.splitlines() if _DIAGNOSTIC.search(line)]
