@@ -93,8 +93,8 @@ struct Plane {
 };
 
 // Rows of a plane as a simdgroup reads them. Lane i holds PER_LANE chunks of each row a * ROWS + i / LANES: those that
-// chunk_of(i, j) names. Chunks outside the row and rows that were not asked for are 0. BITS is 0 for elements of type T;
-// kv_packed.h has the rows of 8 and 4 bits, which have the same members.
+// chunk_of(i, j) names. Chunks outside the row and rows that were not asked for are 0. BITS is 0 for elements of type
+// T; kv_packed.h has the rows of 8 and 4 bits, which have the same members.
 template <typename T, int DIM, bool TOUCHING, int BITS, int SIZE>
 struct Rows;
 

@@ -34,11 +34,23 @@ METAL_FUNC ushort lane_of_row(int row, int lane) {
 }
 #endif
 
+// Elements of fragments: floats where a compiler multiplies none of 16 bits with these.
+template <typename E, bool WIDEN>
+struct Fragment {
+  using Element = E;
+};
+
 template <typename E>
-METAL_FUNC metal::simdgroup_matrix<E, 8, 8> fragment_of(Chunk<E> chunk, int f) {
-  metal::simdgroup_matrix<E, 8, 8> made;
-  made.thread_elements()[0] = chunk[2 * f];
-  made.thread_elements()[1] = chunk[2 * f + 1];
+struct Fragment<E, true> {
+  using Element = float;
+};
+
+template <bool WIDEN, typename E>
+METAL_FUNC metal::simdgroup_matrix<typename Fragment<E, WIDEN>::Element, 8, 8> fragment_of(Chunk<E> chunk, int f) {
+  using Element = typename Fragment<E, WIDEN>::Element;
+  metal::simdgroup_matrix<Element, 8, 8> made;
+  made.thread_elements()[0] = Element(chunk[2 * f]);
+  made.thread_elements()[1] = Element(chunk[2 * f + 1]);
   return made;
 }
 
@@ -73,7 +85,7 @@ METAL_FUNC void load_columns(thread C (&columns)[4], P plane, Tile tile, int row
 }
 
 // The products of a simdgroup's elements of 32 tokens with those of all queries: `WIDTH` floats of each query's row.
-template <int TILES, int UNITS, int WIDTH, typename C, typename Q>
+template <int TILES, int UNITS, int WIDTH, bool WIDEN, typename C, typename Q>
 METAL_FUNC void multiply(thread C (&keys)[4], thread metal::simdgroup_matrix<Q, 8, 8> (&query)[TILES][UNITS][2],
                          threadgroup float* products, Place place) {
   KV_UNROLL
@@ -88,7 +100,7 @@ METAL_FUNC void multiply(thread C (&keys)[4], thread metal::simdgroup_matrix<Q, 
       const auto elements = keys[i].elements(u);
       KV_UNROLL
       for (int f = 0; f < 2; f++) {
-        auto key = fragment_of(elements, f);
+        auto key = fragment_of<WIDEN>(elements, f);
         KV_UNROLL
         for (int m = 0; m < TILES; m++) {
           metal::simdgroup_multiply_accumulate(scores[m], key, query[m][u][f], scores[m]);

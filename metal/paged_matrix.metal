@@ -14,6 +14,7 @@
 // of the other plane. The latent is the value too, and stays in registers. The last simdgroups have the rotary parts.
 //
 // Template   UNITS             see above
+//            WIDEN             multiply floats alone, for compilers without products of mixed types
 //            ROTARY            see above; 0 where the planes are keys and values. Both planes have the same bits
 //            others            as in paged_attention.metal
 // Inputs     q                 [T, Hq, DIM + ROTARY]
@@ -49,7 +50,8 @@ const auto latents = kv::latents_of(k_plane, v_plane);
 const float scale = numbers[0], soft_cap = numbers[1];
 const int window_tokens = window;
 
-simdgroup_matrix<Q, 8, 8> query[TILES][UNITS][2];  // transposed
+using QueryElement = typename kv::Fragment<Q, WIDEN>::Element;
+simdgroup_matrix<QueryElement, 8, 8> query[TILES][UNITS][2];  // transposed
 simdgroup_float8x8 values[TILES][UNITS][2];
 float largest = -INFINITY, sum = 0.0f;  // lane i: of row simd + SIMDGROUPS * i
 KV_UNROLL
@@ -68,7 +70,7 @@ for (int m = 0; m < TILES; m++) {
         const bool exists = token < item.num_queries && head < GROUP && r < ROWS && d < end;
         const int64_t row = int64_t(item.first_query + token) * q_strides[0] +
                             int64_t(kv_head * GROUP + head) * q_strides[1];
-        query[m][u][f].thread_elements()[e] = exists ? q[row + d] : Q(0);
+        query[m][u][f].thread_elements()[e] = QueryElement(exists ? q[row + d] : Q(0));
       }
     }
   }
@@ -88,18 +90,18 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
   if (is_rotary) {
     Rotary keys[4];
     kv::load_columns<BLOCK_SIZE>(keys, v_plane, tile, place.row, rotary_chunk);
-    kv::multiply<TILES, UNITS, WIDTH>(keys, query, own_scores, place);
+    kv::multiply<TILES, UNITS, WIDTH, WIDEN>(keys, query, own_scores, place);
   } else if (!ROTARY) {
     {
       Keys keys[4];
       kv::load_columns<BLOCK_SIZE>(keys, k_plane, tile, place.row, first_chunk);
-      kv::multiply<TILES, UNITS, WIDTH>(keys, query, own_scores, place);
+      kv::multiply<TILES, UNITS, WIDTH, WIDEN>(keys, query, own_scores, place);
     }
     // Values are on their way while the simdgroups meet and make weights.
     kv::load_columns<BLOCK_SIZE>(rows, v_plane, tile, place.row, first_chunk);
   } else {
     kv::load_columns<BLOCK_SIZE>(rows, latents, tile, place.row, first_chunk);
-    kv::multiply<TILES, UNITS, WIDTH>(rows, query, own_scores, place);
+    kv::multiply<TILES, UNITS, WIDTH, WIDEN>(rows, query, own_scores, place);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -177,7 +179,7 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
           const auto elements = rows[i].elements(u);
           KV_UNROLL
           for (int f = 0; f < 2; f++) {
-            auto value = kv::fragment_of(elements, f);
+            auto value = kv::fragment_of<WIDEN>(elements, f);
             KV_UNROLL
             for (int m = 0; m < TILES; m++) {
               simdgroup_multiply_accumulate(values[m][u][f], weights[m], value, values[m][u][f]);
@@ -195,7 +197,9 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
               const float w = shared_weights[(8 * m + place.row) * WIDTH + 8 * i + t];
               KV_UNROLL
               for (int e = 0; e < 4; e++) {
-                values[m][u][e / 2].thread_elements()[e % 2] += w == 0.0f ? 0.0f : w * elements[e];
+                if (w != 0.0f) {
+                  values[m][u][e / 2].thread_elements()[e % 2] += w * elements[e];
+                }
               }
             }
           }

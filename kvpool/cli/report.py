@@ -6,14 +6,17 @@ and all of them together end within ten minutes.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
+import json
 import os
 import platform
 import re
 import subprocess
 import tempfile
 import time
+import zlib
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -28,7 +31,13 @@ from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
 
 LAUNCHES = 300
-SECONDS = {"variants": 150.0, "launches": 90.0, "writes": 30.0, "decode": 120.0, "prefill": 60.0, "model": 30.0}
+SECONDS = {"variants": 130.0, "launches": 70.0, "writes": 40.0, "decode": 90.0, "prefill": 50.0, "model": 60.0}
+SECONDS |= {"sweep": 40.0}
+POOLS = (512, 4096)  # blocks: as large as the contexts, and larger than what MLX lets a command buffer bind
+LLAMA = {  # with random weights of 4 bits: 0.7 GB
+    **{"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "vocab_size": 32000},
+}
 VARIANTS = tuple(  # head dimension, query heads per KV head, dtype, bits
     (dim, group, dtype, bits)
     for dtype, bits in (("float16", None), ("bfloat16", None), ("bfloat16", 8), ("bfloat16", 4))
@@ -53,17 +62,22 @@ def markdown(facts: dict[str, Any], described: str) -> Iterator[str]:
     device = metal_facts.get("device", "no Metal device")
     yield f"# kvpool on {device}\n\n```\n{described}\n```\n"
     yield part("Machine", lambda: machine(device))
-    has_metal = bool(metal_facts["available"])
+    has_metal, made = bool(metal_facts["available"]), list[str]()
     for title, run in (
+        ("Bits", bits),
         ("Kernels compile", variants),
         (f"{LAUNCHES} launches against float64", launches),
         ("Writes: scatter, extension", writes),
         ("Decode, us of a layer", decode),
         ("Prefill, ms of a layer", prefill),
-        ("Tokens per second of a small model", model),
+        ("Tokens per second of a model of 4 bits", model),
+        ("Constants that are fastest", sweep),
     ):
-        yield part(title, run if has_metal else lambda: ["not run: there is no Metal device here"])
+        made.append(part(title, run if has_metal else lambda: ["not run: there is no Metal device here"]))
+        yield made[-1]
     yield END
+    told = json.dumps({"facts": facts, "parts": made}, default=str).encode()
+    yield f"\n```\n{base64.b64encode(zlib.compress(told, 9)).decode()}\n```\n"
 
 
 def part(title: str, lines: Callable[[], Iterable[str]]) -> str:
@@ -115,11 +129,50 @@ def said(command: tuple[str, ...]) -> str:
 # ------------------------------------------------------------------------------------------- what runs
 
 
+def bits() -> Iterator[str]:
+    """Show how exp2 and a division round, and which elements of a matrix the lanes hold."""
+    import mlx.core as mx
+
+    factory: Any = mx.fast.metal_kernel
+    probe = factory(
+        name="kvpool_probe",
+        input_names=["x"],
+        output_names=["exp2s", "divided", "pairs"],
+        header="#include <metal_simdgroup_matrix>\n",
+        source="""
+            const uint lane = thread_index_in_simdgroup;
+            exp2s[lane] = metal::fast::exp2(x[lane]);
+            divided[lane] = x[lane] / x[31 - lane];
+            simdgroup_float8x8 ramp;
+            simdgroup_load(ramp, x + 32, 8);
+            pairs[2 * lane] = ramp.thread_elements()[0];
+            pairs[2 * lane + 1] = ramp.thread_elements()[1];
+        """,
+    )
+    x = np.concatenate([np.random.default_rng(0).uniform(-20, 0, 32), np.arange(64)]).astype(np.float32)
+    outs = probe(
+        inputs=[mx.array(x)],
+        output_shapes=[(32,), (32,), (64,)],
+        output_dtypes=[mx.float32] * 3,
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+    )
+    exp2s, divided, pairs = (np.array(out) for out in outs)
+    exact = np.exp2(x[:32].astype(np.float64)).astype(np.float32)
+    yield f"exp2: off by {np.abs(exp2s.view(np.int32) - exact.view(np.int32)).max()} units in the last place"
+    yield f"division: {int((divided != x[:32] / x[31::-1]).sum())} of 32 not rounded to nearest"
+    lane = np.arange(32)
+    row, column = (lane >> 2 & 4) | (lane >> 1 & 3), (lane >> 1 & 4) | (lane << 1 & 2)
+    expected = np.stack([8 * row + column, 8 * row + column + 1], axis=1).ravel()
+    found = "as expected" if (pairs == expected).all() else f"FAILED: {pairs.astype(int).tolist()}"
+    yield f"lanes of a matrix: {found}"
+
+
 def variants() -> Iterator[str]:
     """Compile every kernel of common shapes: seconds, and threads of the kernel with the most registers, or why not."""
     from kvpool_backends.mlx.metal import MetalBackend
 
-    over = until("variants")
+    over, most = until("variants"), 4000
     for dim, group, dtype, bits in VARIANTS:
         name = f"D {dim:3} group {group:2} {dtype:8} {f'{bits} bits' if bits else 'dense'}"
         if over():
@@ -131,8 +184,9 @@ def variants() -> Iterator[str]:
             kernels: set[str] = set()
             MetalBackend(spec, 2, metal_kernel=naming(kernels)).warmup([BatchShape(1, 64, 64, 2 * group)])
             yield f"{name}: {time.perf_counter() - begin:5.1f} s, {len(kernels)} kernels, {threads(kernels)}"
-        except Exception as error:  # a compiler's message
-            yield f"{name}: FAILED: {type(error).__name__}: {str(error)[:400]}"
+        except Exception as error:  # a compiler's message: the first one whole
+            yield f"{name}: FAILED: {type(error).__name__}: {str(error)[:most]}"
+            most = 100
 
 
 def naming(kernels: set[str]) -> Callable[..., Any]:
@@ -163,14 +217,14 @@ def naming(kernels: set[str]) -> Callable[..., Any]:
 
 
 def threads(kernels: set[str]) -> str:
-    """The least of the largest threadgroups that kernels can run with: 1024 where registers do not limit them."""
+    """The largest threadgroups that kernels can run with: 1024 where registers do not limit them."""
     from kvpool_backends.mlx.native import load
 
     module = load()
     if module is None:
         return "threads unknown without the extension"
     found = [(module.max_threads(name), name.removeprefix("custom_kernel_kvpool_")) for name in sorted(kernels)]
-    return f"at least {min(found)[0]} threads ({min(found)[1][:24]})" if found else "no names"
+    return ", ".join(f"{count} threads {name[:16]}" for count, name in sorted(found)) or "no names"
 
 
 def launches() -> Iterator[str]:
@@ -202,7 +256,10 @@ def launches() -> Iterator[str]:
 
 
 def writes() -> Iterator[str]:
-    """Steps of 16 rows through 8 layers, written by MLX's scatter and by the extension, with a read of each layer."""
+    """Steps of 16 rows through 8 layers, written by MLX's scatter and by the extension, with a read of each layer.
+
+    The pool is as large as the contexts, and larger.
+    """
     import mlx.core as mx
 
     from kvpool_backends.mlx import MLXBackend
@@ -212,14 +269,15 @@ def writes() -> Iterator[str]:
     plan = StepArrays(
         np.arange(512).reshape(16, 32), np.full(16, 500), np.arange(17), 16 * (np.arange(16) * 32 + 31) + 3
     )
-    for native in (False, True):
+    for native, num_blocks in product((False, True), POOLS):
+        name = f"{'extension' if native else 'scatter'}, {num_blocks} blocks"
         try:
-            backend: Any = MLXBackend(spec, 512, native=native)
+            backend: Any = MLXBackend(spec, num_blocks, native=native)
         except BackendUnavailable as error:
-            yield f"{'extension' if native else 'scatter'}: {error}"
+            yield f"{name}: {error}"
             continue
         times: list[float] = []
-        over = until("writes", 2)
+        over = until("writes", 4)
         while not times or (len(times) < 40 and not over()):
             begin = time.perf_counter()
             step = backend.prepare(plan)
@@ -229,7 +287,7 @@ def writes() -> Iterator[str]:
                 outs.append(backend.attend(step, layer, x))
             mx.eval(outs)
             times.append(time.perf_counter() - begin)
-        yield f"{'extension' if native else 'scatter'}: {np.median(times) * 1e3:.2f} ms a step, {len(times)} steps"
+        yield f"{name}: {np.median(times) * 1e3:.2f} ms a step, {len(times)} steps"
 
 
 def decode() -> Iterator[str]:
@@ -304,26 +362,50 @@ def median(run: Callable[[], object]) -> float:
 
 
 def model() -> Iterator[str]:
-    """A small random model, by mlx-lm's own caches and on the pool."""
+    """Tokens a second of a random model by mlx-lm's loop, by that on the pool, by `Engine`; CPU time of a token."""
     import mlx.core as mx
-    from mlx_lm.generate import generate_step
+    from mlx.nn import quantize
+    from mlx_lm.generate import stream_generate
+    from mlx_lm.models import llama
 
-    from kvpool.adapters.mlx_lm import install
+    from kvpool.adapters.mlx_lm import Engine, install
     from kvpool.adapters.mlx_lm.tiny import make
 
-    lm, _ = make()
-    prompt = mx.array(np.random.default_rng(1).integers(1, 250, 300))
+    lm, (_, tokenizer) = llama.Model(llama.ModelArgs.from_dict(LLAMA)), make()
+    quantize(lm, 64, 4)
+    mx.eval(lm.parameters())
+    prompt = np.random.default_rng(1).integers(1, 250, 300).tolist()
 
-    def rate() -> float:
-        over, count, begin = until("model", 4), 0, 0.0
-        for _ in generate_step(prompt, lm, max_tokens=200):
-            begin, count = begin or time.perf_counter(), count + 1
+    def rate(tokens: Iterable[Any]) -> str:
+        over, count, begin, used = until("model", 3), 0, 0.0, 0.0
+        for _ in tokens:
+            if not begin:
+                begin, used = time.perf_counter(), time.process_time()
+            count += 1
             if over():
                 break
-        return (count - 1) / (time.perf_counter() - begin)
+        took, cpu = time.perf_counter() - begin, time.process_time() - used
+        return f"{(count - 1) / took:.0f}, {1e3 * cpu / max(1, count - 1):.2f} ms, {mx.get_active_memory() >> 20} MiB"
 
-    rate()
-    yield f"mlx-lm: {rate():.0f}"
+    def steps(engine: Engine) -> Iterator[Any]:
+        engine.submit(prompt, max_tokens=200)
+        while engine.num_unfinished:
+            yield engine.step()
+
+    yield f"mlx-lm: {rate(stream_generate(lm, tokenizer, prompt, 200))}"
     with install(lm, 64, block_size=16) as kv:
-        rate()
-        yield f"on the pool, {kv.route}, {kv.backend!r}: {rate():.0f}"
+        yield f"on the pool, {kv.route}, {kv.backend!r}: {rate(stream_generate(lm, tokenizer, prompt, 200))}"
+    with Engine(lm, 64, tokenizer=tokenizer) as engine:
+        yield f"Engine: {rate(steps(engine))}"
+
+
+def sweep() -> Iterator[str]:
+    """The constants with which one short and one long decode take least."""
+    over = until("sweep")
+    parser = ArgumentParser()
+    metal.add_arguments(parser)
+    chosen = parser.parse_args(["--dtype", "bfloat16", "--batch", "1", "--context", "1k,16k", "--group", "4"])
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        best = {} if over() else metal.sweep(list(metal.cases(chosen, 16)))
+    yield from said.getvalue().splitlines()
+    yield json.dumps(best) if best else "not tried, the time is over"

@@ -122,6 +122,27 @@ def _smallest(spec: KVSpec) -> KVSpec:
 @cache
 def what_is_wrong(route: Any, metal_kernel: Any, spec: KVSpec) -> str:
     """Write and attend as the numpy backend does; return what is wrong, "" if nothing. Says so in the log, once."""
+    is_tested = MLX_VERSION.startswith(TESTED_SERIES)
+    found = _difference(route, metal_kernel, spec)
+    if found and route.route == "metal":
+        from kvpool_backends.mlx.metal_kernels import MetalKernels
+
+        MetalKernels.widen = True  # what most probably is refused
+        again = _difference(route, metal_kernel, spec)
+        MetalKernels.widen = not again
+        if not again:
+            _log.warning("[mlx] products of matrices of floats alone are taken, because of: %s", found)
+        found = again
+    if found and is_tested:
+        _log.warning("[mlx] the kernels do not work on this GPU, the plain route is taken: %s", found)
+    elif not found and not is_tested:
+        _log.warning(
+            "[mlx] MLX %s is untested, the %s route has passed its self-check with it", MLX_VERSION, route.route
+        )
+    return found
+
+
+def _difference(route: Any, metal_kernel: Any, spec: KVSpec) -> str:
     from kvpool_backends.numpy import NumpyBackend
 
     slots = np.r_[8:21, 24:40]  # 13 tokens, and 16
@@ -136,20 +157,12 @@ def what_is_wrong(route: Any, metal_kernel: Any, spec: KVSpec) -> str:
             step = backend.prepare(plan)
             backend.write(step, 0, backend.asarray(k), backend.asarray(v))
             outs.append(backend.to_numpy(backend.attend(step, 0, backend.asarray(q))))
-        error = float(np.abs(outs[0] - outs[1]).max())
-        found = "" if error < (1e-4 if spec.dtype == "float32" else 2e-2) else f"attention is wrong by {error:.2g}"
     except BackendUnavailable:  # the release of MLX is not the cause
         raise
     except Exception as exc:  # whatever another MLX makes of calls that it does not have, or a compiler of a kernel
-        found = f"{type(exc).__name__}: {exc}"
-    if MLX_VERSION.startswith(TESTED_SERIES):
-        if found:
-            _log.warning("[mlx] the kernels do not work on this GPU, the plain route is taken: %s", found)
-    elif not found:
-        _log.warning(
-            "[mlx] MLX %s is untested, the %s route has passed its self-check with it", MLX_VERSION, route.route
-        )
-    return found
+        return f"{type(exc).__name__}: {exc}"
+    error = float(np.abs(outs[0] - outs[1]).max())
+    return "" if error < (1e-4 if spec.dtype == "float32" else 2e-2) else f"attention is wrong by {error:.2g}"
 
 
 def _choose(

@@ -410,6 +410,8 @@ class MetalKernels:
         ``[MetalKernels] ...`` for a shape that the kernels do not have.
     """
 
+    widen = False  # matrices of 16 bits to floats, for a compiler that does not multiply both
+
     def __init__(self, spec: KVSpec, num_blocks: int, factory: Factory | None = None) -> None:
         if spec.block_size % 8:
             raise ValueError(f"[MetalKernels] block_size is {spec.block_size}, it must be a multiple of 8")
@@ -549,7 +551,7 @@ class MetalKernels:
             "BLOCK_SIZE": spec.block_size,
             "SIMDGROUPS": tiles.simdgroups(spec),
             **(
-                {"UNITS": tiles.units, "ROTARY": spec.value_head_dim if spec.latent else 0}
+                {"UNITS": tiles.units, "ROTARY": spec.value_head_dim if spec.latent else 0, "WIDEN": self.widen}
                 if tiles.units
                 else {"TOUCHING": self._touching}
             ),

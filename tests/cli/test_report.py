@@ -1,6 +1,9 @@
 """``kvpool doctor --report``: every part says something, whatever becomes of the others; Metal is the stand-in's."""
 
+import base64
+import json
 import re
+import zlib
 
 import mlx.core as mx
 import pytest
@@ -24,6 +27,10 @@ def fake(monkeypatch, engine):
     monkeypatch.setattr(report, "PREFILL", ((64, 1, "float16"),))
     monkeypatch.setattr(report, "CHUNKS", (3, 40))
     monkeypatch.setattr(report, "PREFILL_CONTEXT", 64)
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 320}
+    monkeypatch.setattr(report, "LLAMA", report.LLAMA | small | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    monkeypatch.setattr(report, "POOLS", (512, 600))
+    monkeypatch.setattr(metal, "sweep", lambda cases: {"PARTS_MAX": len(cases)})
     monkeypatch.setattr(report, "SECONDS", report.SECONDS | {"decode": 8.0, "writes": 0.2, "model": 5.0})
 
 
@@ -53,13 +60,19 @@ def test_the_report_has_a_part_for_everything_and_names_what_fails(fake, capsys)
     assert all("not measured" in line or len(re.findall(r" \d+", line)) >= 4 for line in decode)
     assert len([line for line in parts["Prefill, ms of a layer"] if line.startswith("D  64")]) == 2 * 2
     assert "FAILED" not in "".join(parts["Prefill, ms of a layer"] + decode)
-    assert any(line.startswith("on the pool, fused") for line in parts["Tokens per second of a small model"])
+    tokens = parts["Tokens per second of a model of 4 bits"]
+    assert [line.partition(":")[0].partition(",")[0] for line in tokens if line] == ["mlx-lm", "on the pool", "Engine"]
+    assert '{"PARTS_MAX": 2}' in parts["Constants that are fastest"]
+    assert parts["Bits"][2:4] == ["division: 0 of 32 not rounded to nearest", "lanes of a matrix: as expected"]
+    told = json.loads(zlib.decompress(base64.b64decode(text.rstrip().removesuffix("```").rpartition("```")[2])))
+    assert told["facts"]["metal"]["device"] == "Apple M4 Max" and len(told["parts"]) == len(parts) - 1
 
 
 def test_the_report_ends_within_ten_minutes(fake, monkeypatch, capsys):
     """Each part stops when its time is over, and says so; what is under way then has the rest of the ten minutes."""
     assert sum(report.SECONDS.values()) <= 480
     monkeypatch.setattr(mx.fast, "metal_kernel", None)  # nothing is launched
+    monkeypatch.setattr(report, "bits", list)
     monkeypatch.setattr(report, "SECONDS", dict.fromkeys(report.SECONDS, 0.0))
     assert main(["doctor", "--report"]) == 0
     parts = parts_of(capsys.readouterr().out)
@@ -69,7 +82,7 @@ def test_the_report_ends_within_ten_minutes(fake, monkeypatch, capsys):
     assert over["Prefill, ms of a layer"] == 2 * 2
     assert "0 launches, 0 wrong (seed 7)" in parts["6 launches against float64"]
     assert any(line.endswith(" 1 steps") for line in parts["Writes: scatter, extension"])
-    assert sum(":" in line for line in parts["Tokens per second of a small model"]) == 2
+    assert sum(":" in line for line in parts["Tokens per second of a model of 4 bits"]) == 3
     assert "FAILED" not in str(parts)
 
 
@@ -90,7 +103,7 @@ def test_a_machine_without_metal_says_so_in_every_part(capsys):
         pytest.skip("there is Metal here")
     assert main(["doctor", "--report"]) == 0
     parts = parts_of(capsys.readouterr().out)
-    assert len(parts) == 7
+    assert len(parts) == 9
     del parts["Machine"]
     assert all("not run: there is no Metal device here" in lines for lines in parts.values())
 

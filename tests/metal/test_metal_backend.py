@@ -24,7 +24,7 @@ from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
 from kvpool.testing import conformance, conformance_storage
 from kvpool.testing.conformance_attention import check as check_scores
 from kvpool.testing.filled import fill
-from kvpool_backends.mlx import MLXBackend
+from kvpool_backends.mlx import MLXBackend, metal_kernels
 from kvpool_backends.mlx import metal as metal_route
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=8)
@@ -453,6 +453,33 @@ def test_another_mlx_that_computes_or_packs_otherwise_is_refused(engine, monkeyp
     monkeypatch.undo()
     kvpool_backends.mlx.what_is_wrong.cache_clear()
     assert MLXBackend(SPEC, 4, native=False, metal_kernel=engine.factory(0)).route == "metal"
+
+
+def test_a_compiler_without_products_of_mixed_types_gets_floats(engine, monkeypatch, caplog):
+    """Of half or bfloat with float, which Apple's may refuse: kernels that multiply floats alone take their place."""
+    spec, texts = KVSpec(1, 1, 64, "bfloat16", 8), []
+
+    def without(**description):
+        kernel = engine.factory(0)(**description)
+
+        def launch(**call):
+            if ("WIDEN", False) in call["template"]:
+                raise RuntimeError("no matching function for simdgroup_multiply_accumulate")
+            texts.append(description["name"])
+            return kernel(**call)
+
+        return launch
+
+    monkeypatch.setattr(metal_kernels.MetalKernels, "widen", False)
+    monkeypatch.setattr(kvpool_backends.mlx, "has_metal", lambda: True)
+    monkeypatch.setattr(mx.fast, "metal_kernel", without)
+    kvpool_backends.mlx.what_is_wrong.cache_clear()
+    for _ in range(2):
+        assert MLXBackend(spec, 4, native=False).route == "metal"
+    assert caplog.text.count("matrices of floats alone are taken, because of: RuntimeError: no matching") == 1
+    assert any("paged_matrix" in name for name in texts)
+    fill(lambda *a: MLXBackend(*a, native=False), spec, [30]).check((5,), 4, "wide", tolerance=2e-2)
+    kvpool_backends.mlx.what_is_wrong.cache_clear()
 
 
 def test_only_commands_wire_memory_down():

@@ -4,7 +4,8 @@ It guides: where a measurement is far from it, one of the two is wrong. Nothing 
 the longest of three times, and is launched:
 
 - bytes of K and V over `READ_SHARE` of the bandwidth, more if fewer than `SIMDGROUPS` simdgroups wait in each core;
-  what several threadgroups read comes again from the chip's cache, as far as all of K and V fit there;
+  what several threadgroups read comes again from the chip's cache, as far as all of K and V fit there; after them the
+  sums of parts;
 - instructions over 4 a cycle and core, at `ISSUE_SHARE` of the cycles; products of 8x8 matrices: `MATRIX_CYCLES`;
 - the reads that one simdgroup makes one after the other, `CHAIN_SECONDS` each.
 
@@ -73,6 +74,8 @@ def paged_seconds(gpu: GPU, shape: Shape) -> float:
     tiles = head_tiles(spec, shape.group, 1)
     lengths = np.full(shape.batch, shape.context)
     starts, parts = np.arange(shape.batch + 1), parts_of(spec, tiles)
+    if gpu.cores > 40:
+        parts["parts_max"] = max(96, parts["parts_max"])
     work = plan_attention(lengths, starts, shape.batch, tiles=tiles, **parts)
     simdgroups = len(work.items) * shape.kv_heads * tiles.groups * tiles.simdgroups(spec)
     if tiles.units:  # four waits for 32 tokens
@@ -82,7 +85,10 @@ def paged_seconds(gpu: GPU, shape: Shape) -> float:
         per_token = shared_instructions(tiles.heads, shape.head_dim)
         chain = int(work.items[:, 5].max()) / 8  # two loads of four rows are on their way
     took = seconds(gpu, shape, simdgroups, tiles.groups * per_token, chain, tiles.groups)
-    return took + (0 if work.direct else LAUNCH_SECONDS)
+    if work.direct:
+        return took
+    sums = len(work.items) * shape.kv_heads * tiles.groups * tiles.rows * (shape.head_dim + 4) * 4
+    return took + LAUNCH_SECONDS + 2 * sums / (gpu.bandwidth * 1e9 * READ_SHARE)  # written, and read
 
 
 def shared_instructions(heads: int, head_dim: int) -> float:
