@@ -4,9 +4,9 @@ Every pool is full of NaN wherever no token lies, and every table entry that bel
 not exist. ``KVPOOL_METAL_SWEEP=1`` asks for all shapes with all features, 0.01 for one in a hundred of them.
 """
 
+import functools
 import os
 
-import metal_census
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -94,12 +94,51 @@ def test_shapes_at_the_ends_equal_float64(engine, shape):
         batch.check(batch.run(engine.factory(schedule)))
 
 
+TILE = 32  # tokens
+BEFORE = 2  # tiles before the last one: 0, 1, or this many and more
+PAIRS = {(before, tail) for before in range(BEFORE + 1) for tail in range(1, TILE + 1)}
+BLOCK_SIZES = (8, 16, 24, 32)
+SMALL = {  # the smallest shape of each kernel
+    "paged_attention": {"kv_heads": 1, "group": 1, "head_dim": 32},
+    "paged_matrix": {"kv_heads": 1, "group": 9, "head_dim": 32},
+    "latent": {"kv_heads": 1, "group": 2, "head_dim": 32, "v_head_dim": 8, "latent": True},
+}
+
+
+def tail_batch(kernel, block_size, seq_lens, features=()):
+    """Rows whose contexts are one part each."""
+    return Batch(seq_lens=seq_lens, block_size=block_size, part_tokens=1024, features=features, **SMALL[kernel])
+
+
+def last_tiles(batch):
+    """Where the context of each row ends: (tiles of its last run before the last one, tokens in the last one)."""
+    work = plan_attention(
+        np.array(batch.seq_lens), batch.cu_q_lens, len(batch.q), tiles=batch.tiles, part_tokens=batch.part_tokens
+    )
+    found = []
+    for *_, part, run, _, end in work.items.tolist():
+        inside = end - 1 - part
+        tile, tail = divmod(inside if batch.tiles.units else inside % run, TILE)
+        found.append((min(tile, BEFORE), tail + 1))
+    return found
+
+
+@functools.cache
+def contexts(kernel, block_size):
+    """The least lengths with which every pair occurs, one for each."""
+    lengths = tuple(range(1, 1025))
+    found = {}
+    for length, pair in zip(lengths, last_tiles(tail_batch(kernel, block_size, lengths)), strict=True):
+        found.setdefault(pair, length)
+    return tuple(sorted(found.values()))
+
+
 @pytest.mark.parametrize("features", [(), ("sinks",)])
-@pytest.mark.parametrize("block_size", metal_census.BLOCK_SIZES)
-@pytest.mark.parametrize("kernel", metal_census.SMALL)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("kernel", SMALL)
 def test_last_tiles_of_any_length_equal_float64(engine, kernel, block_size, features):
-    batch = metal_census.batch_of(kernel, block_size, metal_census.contexts(kernel, block_size), features)
-    assert set(metal_census.last_tiles(batch)) == metal_census.PAIRS
+    batch = tail_batch(kernel, block_size, contexts(kernel, block_size), features)
+    assert set(last_tiles(batch)) == PAIRS
     batch.check(batch.run(engine.factory(1)))
 
 

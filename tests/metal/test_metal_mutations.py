@@ -4,6 +4,10 @@ A fault that its test does not notice fails here: the tests of the kernels are t
 of the kernels that `make test` has.
 """
 
+import os
+from contextlib import contextmanager
+from typing import NamedTuple
+
 import metal_cases
 import pytest
 import test_metal_attention as attention
@@ -12,10 +16,45 @@ import test_metal_moves as moves
 import test_metal_packed_attention as packed_attention
 import test_metal_scores as scores
 from metal_cases import FEATURES, Batch
-from metal_mutants import ENGINE, Mutant, convict, planted
+from metal_engine import ENGINES
+from msl import MetalError
 
 from kvpool.config import KVSpec
+from kvpool_backends.mlx import metal_kernels
 from kvpool_backends.mlx.metal_kernels import HeadTiles
+
+ENGINE = ENGINES[os.environ.get("KVPOOL_METAL_ENGINE", "stand-in")]()
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    before: str
+    after: str
+    test: object
+    arguments: tuple = (ENGINE,)
+
+
+def check_that_it_fails(test, arguments):
+    """With a wrong result, a wrong count or an error of the launch; a text that does not compile counts as nothing."""
+    with pytest.raises((AssertionError, MetalError)) as caught:
+        test(*arguments)
+    assert "the compiler refused" not in str(caught.value)
+
+
+@contextmanager
+def planted(mutant, monkeypatch):
+    """The text of a file is another one, which is what all kernels are made of."""
+    real = metal_kernels._file_text
+    assert real(mutant.file).count(mutant.before) == 1, "the shipped text has changed: say again where the fault goes"
+    changed = real(mutant.file).replace(mutant.before, mutant.after)
+    monkeypatch.setattr(metal_kernels, "_file_text", lambda name: changed if name == mutant.file else real(name))
+    metal_kernels.source_text.cache_clear()
+    try:
+        yield
+    finally:
+        metal_kernels.source_text.cache_clear()
+
 
 VECTORS, REDUCE, PACKED = "paged_attention.metal", "paged_reduce.metal", "kv_packed.h"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -72,13 +111,13 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_planted_faults_are_caught(mutant, monkeypatch):
     with planted(mutant, monkeypatch):
-        convict(mutant.test, mutant.arguments)
+        check_that_it_fails(mutant.test, mutant.arguments)
 
 
 @pytest.mark.long
 def test_a_query_head_that_reads_for_itself_is_caught(monkeypatch):
     monkeypatch.setattr(metal_cases, "head_tiles", lambda spec, group, queries: HeadTiles(1, group, 1))
-    convict(packed_attention.test_decode_reads_the_bytes_of_the_format, (ENGINE, (4, 4), 64, 4, 0.5625))
+    check_that_it_fails(packed_attention.test_decode_reads_the_bytes_of_the_format, (ENGINE, (4, 4), 64, 4, 0.5625))
 
 
 #: One launch of each kernel and feature, for `make test`; pairs of them are in test_metal_attention.py.

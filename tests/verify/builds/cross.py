@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +25,9 @@ from tests.verify.builds.interpreter import ROOT, apt
 
 FOLDER = ROOT / "build" / "cross"
 MACOS, LINUX = "aarch64-macos", "aarch64-linux-gnu.2.36"
+MACOS_RELEASES = (14, 15, 26)  # with wheels of MLX
+LC_SYMTAB = 2  # of Mach-O
+MLX_NAMES = ("3mlx4core", "N3MTL", "N2NS", "N2CA")  # parts of mangled names that MLX's library has
 KERNELS = ROOT / "kvpool_backends" / "cpu" / "kernels"
 NATIVE = ROOT / "kvpool_backends" / "mlx" / "native"
 MSL = ROOT / "tests" / "msl"
@@ -117,15 +121,45 @@ def shipped_kernels() -> list[str]:
     return [kernel.text for kernel in msl.fast._kernels.values()]
 
 
-def mlx_for_macos() -> Path:
-    """The folder of MLX's wheel for macOS, downloaded once."""
-    version = importlib.metadata.version("mlx")
-    folder = FOLDER / f"mlx-{version}"
+def mlx_for_macos(release: int = 15) -> Path:
+    """The folder of MLX's wheel for a macOS, downloaded once."""
+    version, platform = importlib.metadata.version("mlx"), f"macosx_{release}_0_arm64"
+    folder = FOLDER / f"mlx-{version}-{release}"
     if not folder.exists():
-        pip("download", "--dest", FOLDER / "wheels", "--platform", "macosx_15_0_arm64", f"mlx-metal=={version}")
-        (wheel,) = (FOLDER / "wheels").glob(f"mlx_metal-{version}-*.whl")
+        pip("download", "--no-deps", "--dest", FOLDER / "wheels", "--platform", platform, f"mlx-metal=={version}")
+        (wheel,) = (FOLDER / "wheels").glob(f"mlx_metal-{version}-*{platform}.whl")
         shutil.unpack_archive(wheel, folder, "zip")
     return folder / "mlx"
+
+
+def symbols(path: Path) -> dict[str, bool]:
+    """The external symbols of a Mach-O file, and whether it defines them."""
+    data, at, found = path.read_bytes(), 32, {}
+    for _ in range(struct.unpack_from("<I", data, 16)[0]):
+        command, size = struct.unpack_from("<II", data, at)
+        if command == LC_SYMTAB:
+            first, count, strings = struct.unpack_from("<III", data, at + 8)
+            for entry in range(count):
+                name, kind, section = struct.unpack_from("<IBB", data, first + 16 * entry)
+                if kind & 1 and not kind & 0xE0:  # external, and not of a debugger
+                    begin = strings + name
+                    found[data[begin : data.index(b"\0", begin)].decode()] = section > 0
+        at += size
+    return found
+
+
+def missing_symbols() -> list[str]:
+    """What the extension needs of MLX and no library of its wheels has: it is linked without a word there."""
+    ours = [symbols(made) for made in (FOLDER / MACOS / "native").glob("*.o")]
+    defined = {name for one in ours for name, is_defined in one.items() if is_defined}
+    needed = {name for one in ours for name in one if any(part in name for part in MLX_NAMES)} - defined
+    wrong = []
+    for release in MACOS_RELEASES:
+        has = symbols(mlx_for_macos(release) / "lib" / "libmlx.dylib")
+        missing = sorted(name for name in needed if not has.get(name))
+        print(f"{MACOS:24} MLX for macOS {release}: {len(needed)} symbols, {len(missing)} missing", flush=True)
+        wrong += [f"MLX for macOS {release} has no {name}" for name in missing]
+    return wrong
 
 
 def native_extension() -> Piece:
@@ -255,7 +289,7 @@ def main() -> int:
     sys.path[:0] = [str(ROOT / "tests" / name) for name in ("", "helpers")]
     FOLDER.mkdir(parents=True, exist_ok=True)
     modules, kernels = list(extension_modules()), list(stand_in())
-    wrong = compile_pieces(MACOS, [*kernels, *modules, native_extension()])
+    wrong = compile_pieces(MACOS, [*kernels, *modules, native_extension()]) or missing_symbols()
     wrong += compile_pieces(LINUX, [*kernels, *modules]) + spilling_kernels()
     if why := refused():
         print(f"nothing is run: {why}")
