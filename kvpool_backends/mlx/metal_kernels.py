@@ -678,11 +678,11 @@ def in_place_source(name: str, types: tuple[str, ...], numbers: tuple[int, ...])
 
 @cache
 def source_text(name: str) -> str:
-    """A file of `kvpool_backends.metal` without its comments, line numbers kept.
+    """A file of `kvpool_backends.metal` without its comments and indentation, line numbers kept.
 
     MLX looks for the names of built-in values all over the text and hashes it at every launch.
     """
-    return "".join(line.split("//")[0].rstrip() + "\n" for line in _file_text(name).splitlines())
+    return "".join(line.split("//")[0].strip() + "\n" for line in _file_text(name).splitlines())
 
 
 def header_text(name: str) -> str:
