@@ -77,9 +77,9 @@ def metal_kernel(
         kind = tuple((str(x.dtype).rpartition(".")[2], x is not given) for x, given in zip(arrays, inputs, strict=True))
         if kind not in made:
             scalars = [name for name, (_, is_scalar) in zip(input_names, kind, strict=True) if is_scalar]
-            # MLX finds a compiled kernel by its name, which knows the template but no types of inputs.
+            # MLX finds a compiled kernel by its name, also in a file of that name, and adds the template to it alone.
             made[kind] = cuda_kernel(
-                name="_".join([name, content_hash(header), *(dtype for dtype, _ in kind), *scalars]),
+                name=f"{name}_{content_hash(header, *(dtype for dtype, _ in kind), *scalars)}",
                 input_names=[*(f"{name}_pointer" if name in scalars else name for name in input_names), GRID],
                 output_names=list(output_names),
                 source=_body(source, scalars),
