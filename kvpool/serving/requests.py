@@ -415,7 +415,8 @@ class ChatRequest(Generation):
     messages: Annotated[
         list[dict[str, Any]], Sdk(list[ChatCompletionMessageParam]), Field(min_length=1)
     ]
-    max_completion_tokens: int | None = Field(None, ge=0, le=MOST)
+    max_tokens: int | None = Field(None, ge=1, le=MOST)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOPS)
     tools: Annotated[
