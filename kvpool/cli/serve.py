@@ -141,17 +141,11 @@ def run(args: argparse.Namespace) -> int:
         weights,
         max_tokens=most,
         max_connections=connections,
-        origins=tuple(filter(None, (args.allowed_origins or "").split(","))),
-        is_strict=args.strict,
-        has_page=not args.no_page,
         evicts=options["eviction"] is not None,
-        template_options=template_options_of(args),
+        **settings_of(args),
     )
-    template = read_template(args)
     if args.log not in log.FORMS:
         raise CommandError(f"--log {args.log}: not one of {', '.join(log.FORMS)}")
-    given = {"temperature": args.temp and real("--temp", args.temp, 0, 100)}
-    given |= {"top_p": args.top_p and real("--top-p", args.top_p, 1e-9, 1)}
     publisher = publisher_of(args)
     options["on_events"] = publisher and publisher.publish
     tiny_model(args)
@@ -167,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         url = f"http://{host}:{sock.getsockname()[1]}"
         say(f"kvpool serve: loading {args.model} ...")
-        make, on_ready = partial(make_engine, args, options, settings, given, template), partial(tell, args, url)
+        make, on_ready = partial(make_engine, args, options, settings), partial(tell, args, url)
         with log.to_stderr(args.log), wired(args.wired):
             left = asyncio.run(process.serve(make, settings, sock, on_ready, grace))
         said, status = "the engine was lost" if left < 0 else f"stopped, {left} blocks in use", 1 if left else 0
@@ -249,23 +243,27 @@ def engine_options(args: argparse.Namespace, block_size: int) -> dict[str, Any]:
     }
 
 
-def template_options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the chat template that the command line has."""
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of requests that the command line has."""
     try:
         read = json.loads(args.chat_template_args or "{}")
     except ValueError:
         read = None
     if not isinstance(read, dict):
         raise CommandError(f"--chat-template-args {args.chat_template_args}: not an object of JSON")
-    return read
-
-
-def read_template(args: argparse.Namespace) -> str | None:
-    """Return the text of the chat template that the command line names."""
     try:
-        return None if args.chat_template is None else Path(args.chat_template).read_text()
+        template = None if args.chat_template is None else Path(args.chat_template).read_text()
     except (OSError, UnicodeDecodeError) as exc:
         raise CommandError(f"--chat-template {args.chat_template}: {getattr(exc, 'strerror', 'is not text')}") from None
+    ranges = {"temperature": ("--temp", args.temp, 0, 100), "top_p": ("--top-p", args.top_p, 1e-9, 1)}
+    return {
+        "origins": tuple(filter(None, (args.allowed_origins or "").split(","))),
+        "is_strict": args.strict,
+        "has_page": not args.no_page,
+        "defaults": {name: real(*asked) for name, asked in ranges.items() if asked[1] is not None},
+        "chat_template": template,
+        "template_options": read,
+    }
 
 
 def sampling_of(tokenizer: Any) -> dict[str, Any]:
@@ -282,19 +280,16 @@ def sampling_of(tokenizer: Any) -> dict[str, Any]:
     return {name: read[name] for name in numbers if type(read.get(name)) in (int, float)}
 
 
-def make_engine(
-    args: argparse.Namespace, options: dict[str, Any], settings: Settings, given: dict[str, Any], template: str | None
-) -> Engine:
+def make_engine(args: argparse.Namespace, options: dict[str, Any], settings: Settings) -> Engine:
     """Load the model and make its engine."""
     from kvpool.adapters.mlx_lm import Engine, loading
     from kvpool.adapters.mlx_lm.shapes import max_positions
     from kvpool.config import format_nbytes
 
     model, tokenizer = loading.load(args.model)
-    if template is not None:
-        tokenizer.chat_template = template
-    wanted = {name: one for name, one in given.items() if one is not None}
-    settings.defaults.update(sampling_of(tokenizer) | wanted)
+    if settings.chat_template is not None:
+        tokenizer.chat_template, tokenizer.has_chat_template = settings.chat_template, True
+    settings.defaults.update(sampling_of(tokenizer) | settings.defaults)
     draft = load_draft_model(args, tokenizer)
     running, size = options["max_running"], options["block_size"]
     if options["num_blocks"] is None:

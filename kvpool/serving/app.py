@@ -106,6 +106,8 @@ class Settings:
         Of fields that a request leaves out. They may be set until the server starts.
     evicts : bool
         Whether sequences may be longer than the pool.
+    chat_template : str, optional
+        In place of the tokenizer's.
     template_options : mapping
         Options of the chat template, if a request does not have others.
     """
@@ -122,6 +124,7 @@ class Settings:
     has_page: bool = True
     defaults: dict[str, Any] = field(default_factory=dict)
     evicts: bool = False
+    chat_template: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -37,7 +37,7 @@ class CountRequest(Request):
 
     official = official(message_create_params.MessageCreateParamsBase)
     not_done: ClassVar = {"mcp_servers": ([],), "output_format": (), "thread": ()}
-    tool_types = (None, "custom")
+    tool_types = ("custom",)
 
     messages: Annotated[list[dict[str, Any]], Sdk(list[beta.BetaMessageParam]), Field(min_length=1)]
     system: Annotated[Any, Sdk(str | list[beta.BetaTextBlockParam])] = ""

@@ -130,6 +130,23 @@ class _NotHttp(logging.Handler):
 class _Server(uvicorn.Server):
     """uvicorn's server, but `serve` has the signals."""
 
+    def __init__(self, service: Service, connections: int) -> None:
+        _Connection.service, _Connection.most, _Connection.all = service, connections + SPARE, {}
+        config = uvicorn.Config(
+            service,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=HEAD_SECONDS,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -191,24 +208,8 @@ async def serve(
         raise
     metrics.watch(runner.engine)
     service = Service(runner, settings, metrics)
-    _Connection.service, _Connection.most, _Connection.all = service, settings.max_connections + SPARE, {}
-    server = _Server(
-        uvicorn.Config(
-            service,
-            http=_Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=HEAD_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-    )
-    counting = _NotHttp(metrics)
-    logging.getLogger("uvicorn.error").addHandler(counting)
+    server = _Server(service, settings.max_connections)
+    logging.getLogger("uvicorn.error").addHandler(_NotHttp(metrics))
 
     async def drain() -> int:
         lost = asyncio.create_task(runner.lost.wait())
@@ -218,8 +219,8 @@ async def serve(
         while service.active and loop.time() < end:
             await asyncio.sleep(0.05)
         if service.active:
-            cut = {"ids": sorted(service.ids)}
-            _log.warning("requests cut off after %g s of grace: %d", grace, service.active, extra={"told": cut})
+            told = {"ids": sorted(service.ids)}
+            _log.warning("requests cut off after %g s of grace: %d", grace, service.active, extra={"told": told})
         try:
             return await runner.stop()
         finally:
@@ -234,9 +235,8 @@ async def serve(
     if server.started:
         on_ready(runner.engine)
     loop.set_exception_handler(_Shortage())
-    beside = [asyncio.create_task(report(runner.engine)), asyncio.create_task(_look_after())]
+    beside = [asyncio.create_task(work) for work in (report(runner.engine), _look_after())]
     await serving
-    logging.getLogger("uvicorn.error").removeHandler(counting)
     for task in beside:
         task.cancel()
     left = await draining

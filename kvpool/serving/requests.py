@@ -47,7 +47,7 @@ BRACKETS = 2**18
 TOOLS = 128
 LISTED = 4096
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
-Stops = Annotated[list[Stop], BeforeValidator(lambda one: [one] if isinstance(one, str) else one), Field(max_length=8)]
+Stops = Annotated[list[Stop], Field(max_length=8)]
 Label = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=MOST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
@@ -181,7 +181,7 @@ class Request(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     official: ClassVar[frozenset[str]] = frozenset()
     not_done: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    tool_types: ClassVar[tuple[Any, ...]] = (None, "function")
+    tool_types: ClassVar[tuple[str, ...]] = ("function",)
 
     model: str | None = None
 
@@ -219,18 +219,18 @@ class DetokenizeRequest(Request):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-class RegexForm(TypedDict):
+class RegexForm(TypedDict, total=False):
     """An answer that a regular expression matches as a whole."""
 
     type: Literal["regex"]
-    regex: str
+    regex: Required[str]
 
 
-class GrammarForm(TypedDict):
+class GrammarForm(TypedDict, total=False):
     """An answer of a context-free grammar, in llguidance's form of Lark."""
 
     type: Literal["grammar"]
-    grammar: str
+    grammar: Required[str]
 
 
 class Generation(Request):
@@ -260,7 +260,7 @@ class Generation(Request):
     use_beam_search: bool = False
     length_penalty: float = Field(1.0, ge=-32, le=32)
     response_format: Annotated[dict[str, Any], Sdk(chat.ResponseFormat | RegexForm | GrammarForm)] = {}
-    stop: Stops = []
+    stop: Annotated[Stops, BeforeValidator(lambda one: [one] if isinstance(one, str) else one)] = []
     stop_token_ids: Annotated[list[Token], Field(max_length=64, fail_fast=True)] = []
     stream: bool = False
     stream_options: Annotated[dict[str, Any], Sdk(ChatCompletionStreamOptionsParam)] = {}
@@ -415,7 +415,8 @@ class ChatRequest(Generation):
     messages: Annotated[
         list[dict[str, Any]], Sdk(list[ChatCompletionMessageParam]), Field(min_length=1)
     ]
-    max_completion_tokens: int | None = Field(None, ge=0, le=MOST)
+    max_tokens: int | None = Field(None, ge=1, le=MOST)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOPS)
     tools: Annotated[
@@ -592,8 +593,9 @@ def parse(
             ignored.append(name if PLAIN.fullmatch(name) else "?")
     if isinstance(tools := data.get("tools"), list):
         kinds = [one.get("type") if isinstance(one, dict) else None for one in tools]
-        data["tools"] = [one for one, kind in zip(tools, kinds, strict=True) if kind in form.tool_types]
-        others = {str(kind) for kind in kinds if kind not in form.tool_types}
+        is_own = [kind is None or kind in form.tool_types for kind in kinds]
+        data["tools"] = [one for one, own in zip(tools, is_own, strict=True) if own]
+        others = {str(kind) for kind, own in zip(kinds, is_own, strict=True) if not own}
         ignored += sorted(f"tools:{kind}" if PLAIN.fullmatch(kind) else "tools:?" for kind in others)
     if is_strict and ignored:
         raise Refused(400, f"{ignored[0]}: not supported by this server", ignored[0], "unsupported_parameter")

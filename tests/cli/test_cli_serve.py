@@ -242,3 +242,13 @@ def test_server_that_speculates_answers_as_the_stock_model(expected, drafts):
     assert accepted <= drafted and (accepted > 20) == ("--draft-model" in drafts)
     status, errors = one.stop()
     assert status == 0 and "stopped, 0 blocks in use" in errors, errors
+
+
+def test_defaults_of_sampling_are_the_makers_of_the_model_unless_the_command_line_has_others(tmp_path):
+    tiny.save(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "top_p": 0.5, "do_sample": true}')
+    for options, is_greedy in (((), True), (("--temp", "1"), False)):
+        with Server("--num-blocks", "100", *options, model=str(tmp_path)) as server:
+            body = {name: value for name, value in GREEDY.items() if name != "temperature"}
+            texts = {server.post("/v1/completions", body)[1]["choices"][0]["text"] for _ in range(3)}
+            assert (len(texts) == 1) == is_greedy

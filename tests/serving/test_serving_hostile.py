@@ -157,7 +157,7 @@ class Attacker(threading.Thread):
         """A request, or part of one, perhaps slowly; perhaps the beginning of its answer; then nothing more."""
         path, body, _ = hostile.request(self._draw)
         if isinstance(body, dict):
-            body |= {"stream": True, "max_tokens": 2000} if self._draw.random() < 0.5 else {}
+            body = body | ({"stream": True, "max_tokens": 2000} if self._draw.random() < 0.5 else {})
         data = hostile.message(path, body)
         part = data[: self._draw.choice((len(data), self._draw.randrange(len(data) + 1)))]
         with self._connected() as connection, contextlib.suppress(ConnectionError, TimeoutError):
