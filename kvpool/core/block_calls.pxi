@@ -341,7 +341,7 @@ cdef class BlockAPI:
         if number:
             pool_enter(self.state, "blocks")
             pool_leave(self.state)
-        if number >= self.state.num_arenas:
+        if number and number >= self.state.num_arenas:
             raise ValueError(f"[blocks] there is no arena {number}, the pool has {self.state.num_arenas}")
 
     def __repr__(self):

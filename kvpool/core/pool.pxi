@@ -1149,24 +1149,25 @@ cdef class Pool:
         >>> pool.resize(4).tolist(), pool.table(second).tolist()
         ([[4, 1], [5, 2]], [1, 2])
         """
+        found = self.resize_arenas(read_sizes(num_blocks, arena, self.state.num_arenas))
+        return found if isinstance(num_blocks, dict) else found.popitem()[1]
+
+    cdef dict resize_arenas(self, dict wanted):
+        """Resize some arenas, all or none; returns the moves of each. Whatever can fail is made before."""
         cdef int32_t[MAX_ARENAS] sizes, room, counts
         cdef int32_t* moves[MAX_ARENAS]
         cdef Verdict v
         cdef int32_t k
-        cdef int64_t number
         cdef int status = RETRY
-        cdef dict wanted = {}, found = {}
-        for key, value in list((num_blocks if isinstance(num_blocks, dict) else {arena: num_blocks}).items()):
-            number = to_int(key, "resize", "arena", 0, self.state.num_arenas - 1)
-            wanted[number] = to_int(value, "resize", "num_blocks", 1, (<int64_t>1 << 31) - 1)
+        cdef dict found = {}
         memset(room, 0, sizeof(room))
         while status == RETRY:
             options = self.options
             now = arena_sizes(options.groups, options.num_blocks)
-            target = [wanted.get(k, now[k][0]) for k in range(len(now))]
+            target = [wanted.get(k, size) for k, (size, _) in enumerate(now)]
             changed = options_of_size(options, target)
             found = {k: empty((room[k], 2), INT32) for k in wanted}
-            for k in range(len(now)):
+            for k in range(len(target)):
                 sizes[k] = target[k]
                 moves[k] = <int32_t*>array_data(found[k]) if k in found else NULL
             pool_enter(&self.state, "resize")
@@ -1181,7 +1182,7 @@ cdef class Pool:
             refuse("resize", &v)
         for number in found:
             found[number] = shortened(found[number], counts[number])
-        return found if isinstance(num_blocks, dict) else found[number]
+        return found
 
     def reset(self):
         """Close everything: sequences, raw references, pending plans, cached blocks. No KV data is touched.

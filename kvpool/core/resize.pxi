@@ -331,6 +331,15 @@ cdef int pool_resize(State* pool, const int32_t* sizes, int32_t** moves, const i
     return OK
 
 
+cdef dict read_sizes(object num_blocks, object arena, int32_t num_arenas):
+    """The sizes that a call asks for: arena -> blocks."""
+    wanted = {}
+    for key, value in list((num_blocks if isinstance(num_blocks, dict) else {arena: num_blocks}).items()):
+        number = to_int(key, "resize", "arena", 0, num_arenas - 1)
+        wanted[number] = to_int(value, "resize", "num_blocks", 1, (<int64_t>1 << 31) - 1)
+    return wanted
+
+
 cdef object options_of_size(object options, object sizes):
     """The options of a pool whose arenas have other sizes."""
     groups = []

@@ -60,25 +60,21 @@ def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
 
 
 def _tokens(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[int32]:
-    array = _array(name, array, shape, "integers", "iu")
+    array = _numbers(name, array, shape, "integers", "iu")
     if array.size and (array.min() < 0 or (array.dtype != np.int32 and array.max() > MOST)):
         raise ValueError(f"[update] {name} must be 0 .. {MOST} ({array.min() if array.min() < 0 else array.max()})")
     return array.astype(np.int32, copy=False)
 
 
-def _numbers(name: str, array: Any, shape: tuple[int, ...]) -> NDArray[float32]:
-    return _array(name, array, shape, "float32", "f").astype(np.float32, copy=False)
-
-
-def _array(name: str, array: Any, shape: tuple[int, ...], what: str, kinds: str) -> np.ndarray:
-    """Return `array`, which must be one of `shape` whose dtype is of these kinds."""
+def _numbers(name: str, array: Any, shape: tuple[int, ...], what: str = "float32", kinds: str = "f") -> np.ndarray:
+    """Return `array`, which must be one of `shape` whose dtype is of these kinds. Floats become float32."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"[update] {name} must be an ndarray of {what}, not {type(array).__name__}")
     if array.dtype.kind not in kinds:
         raise TypeError(f"[update] {name} must be {what} ({array.dtype})")
     if array.shape != shape:
         raise ValueError(f"[update] {name} must have shape {shape} ({array.shape})")
-    return array
+    return array.astype(np.float32, copy=False) if kinds == "f" else array
 
 
 def fan_out(

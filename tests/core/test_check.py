@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.verify._hooks import corrupt
 
 from kvpool import Group, Plan, Pool
 from kvpool.errors import CorruptState
-from tests.verify._hooks import corrupt
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED, RAW, CACHED, IN_LIMBO = 1, 4, 5, 6  # ids in the state below

@@ -5,9 +5,9 @@ import gc
 import numpy as np
 import pytest
 from conftest import ONE_HANDLE_CALLS
+from tests.verify._hooks import set_generation, set_stamps
 
 from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfSequences, StaleHandle
-from tests.verify._hooks import set_generation, set_stamps
 
 LAST_GENERATION = 2**32 - 1
 

@@ -7,10 +7,10 @@ from array import array
 
 import numpy as np
 import pytest
+from tests.verify._hooks import corrupt
 
 from kvpool import Group, Pool
 from kvpool.errors import DoubleFree, OutOfBlocks
-from tests.verify._hooks import corrupt
 
 
 def places(pool):

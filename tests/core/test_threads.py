@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.verify._hooks import release_lock, take_lock
 
 from kvpool import Group, Plan, Pool
 from kvpool.errors import ConcurrentUse, KVPoolError, OutOfBlocks
 from kvpool.testing import ModelPlan, ModelPool
-from tests.verify._hooks import release_lock, take_lock
 
 LONG = 100 if os.environ.get("KVPOOL_LONG") else 1
 MANY = 50_000  # sequences: numpy writes this many without the GIL

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from tests.verify._hooks import corrupt
 
 import kvpool
 from benchmarks.command import main
@@ -15,7 +16,6 @@ from benchmarks.replay.recorded import CALLS, Player, RecordedPool, RecordError,
 from kvpool import Group, Plan, Pool
 from kvpool._core import BlockAPI
 from kvpool.errors import KVPoolError
-from tests.verify._hooks import corrupt
 from tests.verify._verify import Run
 from tests.verify.words import shape_of
 

@@ -1286,7 +1286,7 @@ cdef class Run(Calls):
         return 0
 
     cdef int op_resize(self, const Word* w) except -1:
-        """Between two steps, and where the caller names no block: up to twice as many, or about as few as are in use."""
+        """Between two steps, where the caller names no block: up to twice as many, or about as few as are in use."""
         cdef int32_t a = <int32_t>(w.a % <uint32_t>self.num_arenas), k, source, target, size = 2 * self.first_blocks[a]
         if self.num_raw or self.num_deferred:
             return 0
