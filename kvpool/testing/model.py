@@ -64,7 +64,7 @@ class Opening:
         return [node for node in self.path if len(node.prefix) <= self.hit]
 
 
-def _size_of(layer: Layers) -> dict[str, int]:
+def _size_of(layer: Layers) -> dict[str, Any]:
     """What a group says of the size of its arena."""
     if layer.kind == "state":
         return {"size": layer.arena.num_blocks}
