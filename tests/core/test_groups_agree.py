@@ -86,14 +86,14 @@ def test_pool_without_groups_is_a_pool_of_one_full_group(part):
 @PARTS
 def test_second_full_group_changes_nothing_in_the_first(part):
     for seed in seeds(part):
-        shape = program(seed, ["evict"], **ROOM)  # blocks of both leave, the older ones first
+        shape = program(seed, ["evict", "resize"], **ROOM)  # blocks of both leave, the older ones first
         assert told(shape, FULL)[0] == told(shape, TWO_FULL)[0], seed
 
 
 @PARTS
 def test_window_longer_than_every_row_changes_nothing_in_a_full_group(part):
     for seed in seeds(part):
-        shape = program(seed, ["load"], prefix_cache=False, **ROOM)  # a window loads what a cache has
+        shape = program(seed, ["load", "resize"], prefix_cache=False, **ROOM)  # a window loads what a cache has
         assert told(shape, FULL)[0] == told(shape, WINDOW)[0], seed
 
 

@@ -367,7 +367,6 @@ def schema_form(schema):
 
 
 REGEX = {"response_format": {"type": "regex", "regex": "("}}
-NO_CALL = {"id": "a", "function": {"name": "f", "arguments": "[]"}}
 
 
 def tool(parameters):
@@ -386,7 +385,6 @@ def tool(parameters):
         ("tool_choice", {"tools": TOOLS, "tool_choice": "maybe"}),
         ("messages", {"messages": [{"role": "tool", "content": "12"}]}),
         ("messages", {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}),
-        ("messages", {"messages": [{"role": "assistant", "tool_calls": [NO_CALL]}]}),
         ("response_format", schema_form({"type": "no"})),
         ("response_format", {"response_format": {"type": "regex", "regex": "(?=a)"}}),
         ("response_format", {"response_format": {"type": "regex", "regex": "a"}, "tools": TOOLS}),
