@@ -192,9 +192,9 @@ class MetalAttention(_Storage):
         for shape in given:
             self._warm_write(shape.num_tokens)
         for shape, chosen in todo:
-            for num_queries, context in self._variants(shape):
+            for q_lens, contexts in self._variants(shape):
                 for kind in (None,) if scores is None else (None, scores):
-                    self._warm_attend(shape.num_q_heads, num_queries, context, chosen, kind)
+                    self._warm_attend(shape.num_q_heads, q_lens, contexts, chosen, kind)
 
     # ----------------------------------------------------------------------------------------- internals
 
@@ -358,8 +358,8 @@ class MetalAttention(_Storage):
             for (plane, _), pool in zip(self.spec.planes, pools, strict=True)
         ]
 
-    def _variants(self, shape: BatchShape) -> Iterator[tuple[int, int]]:
-        """Return (queries, context) of rows that together launch every kernel of a shape."""
+    def _variants(self, shape: BatchShape) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return (queries, contexts) of batches that together launch every kernel of a shape."""
         capacity = shape.table_width * self.spec.block_size
         longest = min(capacity, shape.num_tokens - shape.num_rows + 1)
         group = shape.num_q_heads // self.spec.num_kv_heads
@@ -370,20 +370,28 @@ class MetalAttention(_Storage):
             if tiles in tried:
                 continue
             tried.add(tiles)
-            yield num_queries, num_queries
+            yield (num_queries,), (num_queries,)
             shortest = parts_of(self.spec, tiles, self.part_tokens)["part_tokens"]
+            beside = int(part_length(1, tiles.heads * tiles.groups, shortest))
+            if capacity > beside:  # a row of one query has parts before one of more has
+                yield (num_queries, 1), (num_queries, beside + 1)
             one_part = int(part_length(num_queries, tiles.heads * tiles.groups, shortest))
             if capacity >= one_part + num_queries:
-                yield num_queries, one_part + num_queries
+                yield (num_queries,), (one_part + num_queries,)
         if self._long_chunk is not None and longest > self._long_chunk:
-            yield self._long_chunk + 1, self._long_chunk + 1
+            yield (self._long_chunk + 1,), (self._long_chunk + 1,)
 
     def _warm_attend(
-        self, num_q_heads: int, num_queries: int, context: int, options: AttentionOptions | None, scores: str | None
+        self,
+        num_q_heads: int,
+        q_lens: tuple[int, ...],
+        contexts: tuple[int, ...],
+        options: AttentionOptions | None,
+        scores: str | None,
     ) -> None:
-        spec = self.spec
-        tables = np.zeros((1, -(-context // spec.block_size)), np.int32)
-        step = self.prepare(StepArrays(tables, np.array([context]), np.array([0, num_queries])))
+        spec, num_queries, context = self.spec, sum(q_lens), max(contexts)
+        tables = np.zeros((len(contexts), -(-context // spec.block_size)), np.int32)
+        step = self.prepare(StepArrays(tables, np.array(contexts), np.cumsum([0, *q_lens])))
         if options is not None and options.mask is not None:
             mask = np.zeros((num_queries, *options.mask.shape[1:-1], context), np.float32)
             options = AttentionOptions(options.window, options.soft_cap, options.sinks, options.alibi_slopes, mask)

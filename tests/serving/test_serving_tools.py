@@ -384,7 +384,6 @@ def tool(parameters):
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": "maybe"}),
         ("messages", {"messages": [{"role": "tool", "content": "12"}]}),
-        ("messages", {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}),
         ("response_format", schema_form({"type": "no"})),
         ("response_format", {"response_format": {"type": "regex", "regex": "(?=a)"}}),
         ("response_format", {"response_format": {"type": "regex", "regex": "a"}, "tools": TOOLS}),
