@@ -28,7 +28,7 @@ import kvpool
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL_BYTES_MAX = 1_700_000
 NOT_SOURCES = shutil.ignore_patterns(
-    "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.html", "*.png", ".git", ".venv", ".*_cache",
+    "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.png", ".git", ".venv", ".*_cache",
     ".hypothesis", ".benchmarks",
 )  # fmt: skip
 USE = """
