@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpool import Group, Pool
+from kvpool import Group, Plan, Pool
 
 
 def test_equal_calls_on_two_pools_give_equal_ids_digests_and_fingerprints(make_any, make_plan, grow):
@@ -143,3 +143,18 @@ def test_kind_of_a_batch_does_not_count(make_pool, make_plan):
         pool.step(plan, handles, {list: 1, tuple: [1] * 4, np.array: np.ones(4, np.int32)}[kind])
         states.add((pool.digest(), pool.fingerprint()))
     assert len(states) == 1
+
+
+def test_fingerprint_sees_which_step_a_released_block_waits_for():
+    def ended(first):
+        pool = Pool(20, 4, max_seqs=4, seed=1)
+        row, other = pool.open(), pool.open(4)
+        for number in range(2):
+            if number == first:
+                pool.close(other)
+            pool.step(Plan(pool, max_rows=1), [row])
+        if first == 2:
+            pool.close(other)
+        return pool.fingerprint()
+
+    assert ended(1) != ended(2)

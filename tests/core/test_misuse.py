@@ -398,3 +398,12 @@ def test_fork_of_more_children_than_slots(scene, refused):
 def test_unknown_format_is_a_value_error(scene, refused, name):
     with refused(scene.pool, ValueError, "Plan", repr(name)):
         scene.core.Plan(scene.pool, 4, formats=(name,))
+
+
+def test_refusals_name_the_row_and_what_is_wrong_with_it(scene, refused):
+    pool, plan = scene.pool, scene.core.Plan(scene.pool, 4)
+    for call in ("close", "truncate"):
+        with refused(pool, ValueError, call, f"handles[1] is a duplicate ({scene.a})"):
+            getattr(pool, call)([scene.a, scene.a], *([0] if call == "truncate" else []))
+    with refused(pool, ValueError, "unshare", "lens[0] is 1000, it must be in 0 .. "):
+        pool.unshare(plan, [scene.a], [1000])

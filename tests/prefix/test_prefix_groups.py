@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpool import Group, OutOfBlocks, Plan, Pool, StaleHandle
+from kvpool import Group, OutOfBlocks, OutOfSequences, Plan, Pool, StaleHandle
 from kvpool.testing import ModelPlan, ModelPool
 
 #: Groups for which a hit needs a checkpoint, or an entry of several base blocks.
@@ -391,3 +391,20 @@ def test_row_for_which_there_is_no_node_goes_on_without_the_cache():
     assert pool.prefix.stats().nodes == 0 and pool.prefix.committed(row) == room + 1
     pool.close(row)
     pool.check()
+
+
+def test_load_for_which_there_is_no_checkpoint_says_how_many_there_are():
+    pool = Pool(41, 4, groups=[Group.full(), Group.state(30, blocks=1)], prefix_cache=True, max_seqs=30)
+    most = (40 + 1 + 30) // 4 + 1  # one for four nodes, of which there are as many as blocks and rows
+    for k in range(most):
+        pool.open([k] * 4, load=True)
+    state = pool.fingerprint()
+    with pytest.raises(OutOfSequences, match=rf"\[open\] there is room for {most} checkpoints, and running sequences"):
+        pool.open([most] * 4, load=True)
+    assert pool.fingerprint() == state
+
+
+def test_arrays_of_states_are_the_engines_to_write():
+    pool = Pool(8, 4, groups=[Group.full(), Group.state(4)])
+    states = Plan(pool, 2).groups[1]
+    assert states.state_src.flags.writeable and states.state_dst.flags.writeable
