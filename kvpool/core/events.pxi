@@ -105,8 +105,10 @@ cdef object ring_event(const Ring* ring, int64_t k, tuple groups):
         parent = (<const char*>note.parent)[:16] if note.has_parent else None
         group = groups[note.group]
         window = group.size if group.kind in ("window", "chunk") else None
-        return ("stored", key, parent, [tokens[i] for i in range(note.num_tokens)], note.num_tokens, name, note.group,
-                group.kind, window)
+        told = [None] * note.num_tokens         # whose memory is there at once: Cython 3.3 lets go of an item twice
+        for i in range(note.num_tokens):        # if a comprehension finds none
+            told[i] = tokens[i]
+        return ("stored", key, parent, told, note.num_tokens, name, note.group, group.kind, window)
     if note.kind == REMOVED:
         return ("removed", key, note.group)
     return ("cleared", name)

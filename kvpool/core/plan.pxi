@@ -487,7 +487,7 @@ cdef class Plan:
                 for k, array in enumerate(given):
                     if array is not None and k not in owners:
                         raise ValueError(f"[{call}] {name}[{k}] is an array, layer group {k} has none of that name")
-                given = [given[k] for k in owners]
+                given = [array for k, array in enumerate(given) if k in owners]
             found.update({(k, name): array for k, array in zip(owners, given) if array is not None
                           or len(self.group_plans) == 1 or name in COMMON})
         return found
@@ -523,7 +523,8 @@ cdef class Plan:
         cdef int64_t seen
         cdef int num_bound, status = RETRY
         cdef dict held
-        cdef list kept, shown
+        cdef list kept
+        cdef dict shown
         try:
             while status == RETRY:
                 with critical_section(self):
@@ -534,7 +535,8 @@ cdef class Plan:
                 kept = [entry for entry in kept if (entry[0], FIELDS[entry[1]]) not in arrays]
                 for (k, name), array in arrays.items():
                     self.check_array(name, k, array, held, call)
-                    kept += [(k, FIELDS.index(name), owner) for owner in owners_of(array)]
+                    for owner in owners_of(array):
+                        kept.append((k, FIELDS.index(name), owner))
                 xfree(bound)
                 bound = <Bound*>xcalloc(<size_t>len(kept) + 1, sizeof(Bound))
                 if bound == NULL:
@@ -546,11 +548,14 @@ cdef class Plan:
                     at = (<int>k + 1) * NUM_FIELDS + <int>field
                     if (k, FIELDS[field]) in arrays and data[at] == NULL:       # the array itself, as it is now
                         data[at] = bound[num_bound].data
-                        self.refuse_shape(FIELDS[field], k, tuple([bound[num_bound].shape[d] for d in
-                                                                   range(bound[num_bound].nd)]), call)
+                        shape = ()
+                        for d in range(bound[num_bound].nd):
+                            shape += (bound[num_bound].shape[d],)
+                        self.refuse_shape(FIELDS[field], k, shape, call)
                     num_bound += 1
-                shown = [{name: array for (owner, name), array in held.items() if owner == k}
-                         for k in range(-1, len(self.group_plans))]
+                shown = {k: {} for k in range(-1, len(self.group_plans))}
+                for (k, name), array in held.items():
+                    shown[k][name] = array
                 with critical_section(self):
                     pool_enter(&self.pool.state, call)
                     status = self.exchange_arrays(data, &bound, num_bound, seen, &v)
@@ -565,15 +570,15 @@ cdef class Plan:
             refuse(call, &v)
         return 0
 
-    cdef int show_arrays(self, list arrays) except -1:
-        """What attributes show from now on: a dict for the arrays that are common, and one for each group. Locked."""
+    cdef int show_arrays(self, dict arrays) except -1:
+        """What attributes show from now on: the common arrays at -1, those of each group at its number. Locked."""
         cdef PlanGroup part
         cdef int k
-        self.arrays, self.views = arrays[0], {}
+        self.arrays, self.views = arrays[-1], {}
         for k in range(len(self.group_plans)):
             part = <PlanGroup>self.group_plans[k]
             with critical_section(part):
-                part.arrays, part.views = arrays[k + 1], {}
+                part.arrays, part.views = arrays[k], {}
         return 0
 
     cdef int watch(self, Bound* bound, int group, int field, object array, str call) except -1:

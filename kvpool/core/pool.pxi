@@ -51,14 +51,16 @@ cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
     return groups
 
 
-cdef list arena_sizes(tuple groups, int64_t num_blocks):
-    """(ids, whether they are state slots) of every arena."""
-    cdef dict told = {0: num_blocks}
+cdef dict arena_sizes(tuple groups, int64_t num_blocks):
+    """Arena -> (ids, whether they are state slots)."""
+    cdef dict sizes = {0: (num_blocks, False)}
     for group in groups:
         if group.kind != "state":
-            told.setdefault(group.arena, group.num_blocks)
-    return ([(told[arena], False) for arena in sorted(told)]
-            + [(group.size, True) for group in groups if group.kind == "state"])
+            sizes.setdefault(group.arena, (group.num_blocks, False))
+    for group in groups:
+        if group.kind == "state":
+            sizes[len(sizes)] = (group.size, True)
+    return sizes
 
 
 cdef bint has_entries(tuple groups):
@@ -187,7 +189,7 @@ cdef class Pool:
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1:
         """Groups that `read_groups` accepted, and their arenas."""
         cdef Seqs* s = &self.state.seqs
-        cdef list sizes = arena_sizes(groups, self.state.blocks.num_blocks)
+        cdef dict sizes = arena_sizes(groups, self.state.blocks.num_blocks)
         cdef Groups* gs = <Groups*>xcalloc(1, sizeof(Groups))
         cdef LayerGroup* g
         cdef int64_t tokens = s.max_blocks * self.state.blocks.block_size
@@ -1164,7 +1166,7 @@ cdef class Pool:
         while status == RETRY:
             options = self.options
             now = arena_sizes(options.groups, options.num_blocks)
-            target = [wanted.get(k, size) for k, (size, _) in enumerate(now)]
+            target = {k: wanted.get(k, size) for k, (size, _) in now.items()}
             changed = options_of_size(options, target)
             found = {k: empty((room[k], 2), INT32) for k in wanted}
             for k in range(len(target)):

@@ -340,10 +340,10 @@ cdef dict read_sizes(object num_blocks, object arena, int32_t num_arenas):
     return wanted
 
 
-cdef object options_of_size(object options, object sizes):
+cdef object options_of_size(object options, dict sizes):
     """The options of a pool whose arenas have other sizes."""
     groups = []
-    states = len(sizes) - sum([group.kind == "state" for group in options.groups])
+    states = len({0} | {group.arena for group in options.groups if group.kind != "state"})
     for group in options.groups:
         if group.kind == "state":
             group, states = replace(group, size=sizes[states]), states + 1

@@ -472,13 +472,24 @@ def test_group_and_arena_out_of_range_name_the_limits(groups):
             pool.stats(wrong)
 
 
-@pytest.mark.parametrize("options", [  # what tests/verify/constructors.py does not draw
-    {"groups": [Group.full(), Group.state(2, blocks=30)], "prefix_cache": True},
-    {"groups": [Group.full(columns=2)], "max_blocks_per_seq": 2**30},  # ids of a table
-    {"groups": [Group.full(block_size=8)], "max_blocks_per_seq": 2**31 - 1},  # base blocks, rounded up
+@pytest.mark.parametrize(("options", "message"), [
+    ({"groups": []}, "0 groups, there are 1 .. 8"),
+    ({"groups": [Group.full()] * 9}, "9 groups, there are 1 .. 8"),
+    ({"groups": [Group.full(block_size=12)]}, "block_size of a group is 12, it must be 4 times 1, 2 or 4"),
+    ({"groups": [Group.full(), Group.window(6)], "lookahead": 6}, "lookahead is 6, it must be below every .* (6)"),
+    ({"groups": [Group.full(), Group.full(arena=2, num_blocks=9)]}, "arenas are 0, 2, they must be 0, 1, .."),
+    ({"groups": [Group.full(), Group.full(arena=1)]}, "the first group in arena 1 must say num_blocks"),
+    ({"groups": [Group.full(arena=1, num_blocks=9), Group.full(arena=1, num_blocks=8), Group.full()]},
+     "arena 1 has 8 blocks, another says 9"),
+    ({"groups": [Group.full(num_blocks=9)]}, "arena 0 has 9 blocks, the pool's own argument says how many"),
+    ({"groups": [Group.full(), Group.full(arena=1, num_blocks=2)], "reserved_blocks": 2},
+     "arena 1 has 2 blocks, of which 2 are reserved"),
+    ({"groups": [Group.full(), Group.state(2, blocks=30)], "prefix_cache": True}, "blocks"),
+    ({"groups": [Group.full(columns=2)], "max_blocks_per_seq": 2**30}, "ids"),
+    ({"groups": [Group.full(block_size=8)], "max_blocks_per_seq": 2**31 - 1}, "blocks"),  # rounded up
 ])  # fmt: skip
-def test_pool_with_more_than_there_can_be_is_refused(options):
-    with pytest.raises(ValueError):
+def test_groups_that_cannot_be_are_refused_with_their_limit(options, message):
+    with pytest.raises(ValueError, match=r"^\[Pool\] .*" + message.replace("(6)", r"\(6\)")):
         Pool(16, 4, max_seqs=4, **options)
 
 

@@ -175,6 +175,20 @@ def test_smaller_pool_keeps_the_prefixes_that_were_used_last():
     assert pool.prefix.match([2] * 17) == 16 and pool.prefix.match([1] * 17) == 4
 
 
+def test_smaller_pool_keeps_the_blocks_by_id_that_were_cached_last_in_their_order():
+    pool = Pool(12, BLOCK)
+    ids = pool.blocks.alloc(11)
+    pool.blocks.mark_cached(ids)
+    for block in (11, 3, 10, 1, 9, 8, 2, 4, 7, 5, 6):  # from the one that leaves first
+        pool.blocks.free(block)
+    pool.blocks.evict(4)
+    assert pool.resize(9).tolist() == [[9, 1]] and pool.blocks.drain_evicted().tolist() == [3]  # 1 has something new
+    assert pool.resize(5).tolist() == [[5, 2], [6, 1], [7, 3]]  # 1, 8 and 2 left, for as many are blank as go
+    pool.check()
+    for block in (4, 3, 2, 1):
+        assert pool.blocks.evict(1) == 1 and pool.blocks.drain_evicted().tolist() == [block]
+
+
 def test_rows_that_moved_are_dirty_in_their_next_step():
     pool = Pool(12, BLOCK)
     plan = Plan(pool, max_rows=2)

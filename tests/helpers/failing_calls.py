@@ -119,24 +119,28 @@ def script_with_groups(seed: int) -> Shape:
 
 
 def many(make_pool: Callable[..., Any], shape: Shape) -> int:
-    """Steps, copies and commits of more than arrays have room for at first; the digest."""
+    """Steps, copies, commits and a resize of more than arrays have room for at first; the digest."""
     sizes = {"num_blocks": 900, "block_size": 2, "max_seqs": 2 * MANY, "max_blocks_per_seq": 200, "reserved_blocks": 1}
     pool = make_pool(**(shape.pool | sizes | {"prefix_cache": True, "watermark": 0, "in_order": False}))
-    plan = getattr(pool, "make_plan", Plan)(pool, max_rows=MANY, max_tokens=300)
-    prompt = list(range(200))
+    make_plan = getattr(pool, "make_plan", Plan)
+    plan = make_plan(pool, max_rows=MANY, max_tokens=300)
+    prompt = list(range(201))
     parent = pool.open(prompt, cut=150)
-    for end in (150, 200):
+    for end in (150, 201):
         pool.step(plan, [parent], end - pool.num_tokens(parent))
         pool.done(plan)
     pool.prefix.commit(parent, prompt)
     rows = [parent, *pool.fork(parent, MANY - 1).tolist()]
-    for ends in (pool.rollback, pool.done, pool.done):
+    for ends in (pool.rollback, pool.done, pool.done, pool.done):  # tails that are shared, full, and neither
+        plan = make_plan(pool, max_rows=MANY, max_tokens=300)
         pool.can(rows, 1)
         pool.step(plan, rows, 1)
         ends(plan)
     if pool.options.groups[0].kind == "full":
-        pool.unshare(getattr(pool, "make_plan", Plan)(pool, max_rows=1, max_tokens=0), rows[:1], 190)
+        pool.unshare(make_plan(pool, max_rows=1, max_tokens=0), rows[:1], 190)
     pool.reset()
+    arenas = 1 + sum(group.kind == "state" for group in pool.options.groups)
+    pool.resize({arena: 3 * pool.stats(arena).num_blocks for arena in range(arenas)})
     found = pool.digest()
     pool.shutdown()
     return int(found)
