@@ -24,7 +24,9 @@ needs_testcapi = pytest.mark.skipif(
 
 
 @can_fail
-@pytest.mark.parametrize(("made", "least"), [(script, TAKE_MEMORY | {"unshare"}), (script_with_groups, TAKE_MEMORY | {"open"})])
+@pytest.mark.parametrize(
+    ("made", "least"), [(script, TAKE_MEMORY | {"unshare"}), (script_with_groups, TAKE_MEMORY | {"open"})]
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_call_whose_allocation_fails_changes_nothing(seed, made, least):
     failed = sweep_core(made(seed))
