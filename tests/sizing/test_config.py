@@ -257,12 +257,12 @@ def test_blocks_for_a_bad_number_is_refused(name, wrong):
 
 
 def test_describe_plan_counts_the_sequences_that_fit():
-    needed = describe_plan(LLAMA_8B, "16GiB", max_len=4100)[0]["sequence_nbytes"]  # mlx-lm rounds up
-    assert needed == {"kvpool": 4112 * 131072, "layer_groups": 4112 * 131072, "mlx_lm": 4352 * 131072}
+    needed = describe_plan(LLAMA_8B, "16GiB", max_len=4100)[0]["sequence_nbytes"]
+    assert needed == {"kvpool": 4112 * 131072, "layer_groups": 4112 * 131072}
     facts, text = describe_plan(LLAMA_8B, "16GiB", max_len=4096)
     assert facts["token_nbytes"] == 131072 and facts["num_blocks"] == 8192
     assert [counts["kvpool"] for counts in facts["num_sequences"].values()] == [8191 // 32, 8191 // 128, 8191 // 256]
-    assert facts["num_sequences"]["4096"] == {"kvpool": 31, "layer_groups": 32, "mlx_lm": 32}
+    assert facts["num_sequences"]["4096"] == {"kvpool": 31, "layer_groups": 32}
     assert json.loads(json.dumps(facts)) == facts
     for part in ("every token                  32        8 x 128           131072", "8192 blocks", "16.00 GiB"):
         assert part in text

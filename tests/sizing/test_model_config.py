@@ -128,9 +128,9 @@ def test_groups_name_kind_size_heads_and_layers():
 def test_plan_of_windows_counts_what_stays_in_the_window():
     facts, text = describe_plan(SIZED["Gemma-3-27B"][0], "64GiB")
     needed = facts["sequence_nbytes"]
-    assert needed["kvpool"] == 131072 * 62 * 8192 and needed["mlx_lm"] == (131072 * 10 + 1024 * 52) * 8192
+    assert needed["kvpool"] == 131072 * 62 * 8192
     assert needed["layer_groups"] == (131072 * 10 + (1024 + 16) * 52) * 8192
-    assert facts["num_sequences"]["131072"] == {"kvpool": 1, "layer_groups": 6, "mlx_lm": 6}
+    assert facts["num_sequences"]["131072"] == {"kvpool": 1, "layer_groups": 6}
     assert "last 1024" in text and "62.00 GiB  in one table" in text
 
 
