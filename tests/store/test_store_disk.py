@@ -134,14 +134,6 @@ def test_error_of_the_writer_that_nobody_foresaw_loses_one_block(tmp_path, monke
     store.close()
 
 
-def found_all(path, seed):
-    store = opened(path)
-    try:
-        return kit.loads(store, blocks_of(seed, 8)).any()
-    finally:
-        store.close()
-
-
 def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
     store = opened(tmp_path / "store", queue_nbytes=4 * 4000)
     write, blocks = os.pwritev, blocks_of(1)
