@@ -5,19 +5,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+from configs import LLAMA_8B
 
 from kvpool import config
 from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan, parse_nbytes
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 8192,
-}
 METAL = {
     "device_name": "Apple M4",
     "max_recommended_working_set_size": 16 * 2**30,

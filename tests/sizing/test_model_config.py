@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from configs import LLAMA_8B
 
 from benchmarks.tiny_families import OWN, config_of
 from kvpool.adapters.mlx_lm import sizes as model_sizes
@@ -18,15 +19,6 @@ from kvpool.model_config import _RULES, layer_groups, spec_from_config
 from kvpool.sizing import LayerGroup, StateArray
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-LLAMA_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 8192,
-}
 
 
 def sizes(model_type, layers, heads, kv_heads, hidden, **others):
