@@ -348,16 +348,15 @@ class _Plan:
         return held * self.token_nbytes(group) + group.state_nbytes
 
     def sequence_nbytes(self, num_tokens: int) -> dict[str, int | None]:
-        """Bytes of one sequence: in one table of a pool, in layer groups, in mlx-lm's own caches."""
+        """Bytes of one sequence: in one table of a pool, in layer groups."""
         blocks = -(-num_tokens // self.storage["block_size"])
         return {
             "kvpool": None if self.size is None else blocks * self.size.spec.block_nbytes,
             "layer_groups": sum(self.group_nbytes(group, num_tokens) for group in self.groups),
-            "mlx_lm": sum(group.mlx_lm_nbytes(num_tokens) for group in self.groups),
         }
 
     def num_sequences(self, num_tokens: int) -> dict[str, int | None]:
-        """How many such sequences fit, in the same three."""
+        """How many such sequences fit, in the same two."""
         needed, counts = self.sequence_nbytes(num_tokens), dict[str, int | None]()
         for where, nbytes in needed.items():
             counts[where] = None if nbytes is None else self.budget_nbytes // nbytes
@@ -392,11 +391,10 @@ def describe_plan(
 
     Notes
     -----
-    Three ways to keep a sequence stand side by side: a pool with one table, which keeps every token of every layer;
-    what the layer groups alone need, in blocks; and mlx-lm's own caches, one per sequence and never quantized. The
-    pool is the one that `install`, ``kvpool generate`` and ``kvpool serve`` make: with layer groups if the layers
-    differ. Shapes share an arena where their bytes agree. Twice the states of 32 sequences are subtracted, because a
-    step holds those before and after it.
+    Two ways to keep a sequence stand side by side: a pool with one table, which keeps every token of every layer; and
+    what the layer groups alone need, in blocks. The pool is the one that `install`, ``kvpool generate`` and ``kvpool
+    serve`` make: with layer groups if the layers differ. Shapes share an arena where their bytes agree. Twice the
+    states of 32 sequences are subtracted, because a step holds those before and after it.
     """
     fields = model_fields(config)
     if max_len is None:
@@ -452,14 +450,13 @@ def _lines(plan: _Plan, model_type: str) -> list[str]:
         f"One sequence of {longest} tokens takes",
         f"  {needed['kvpool']:>11}  in one table: {one_table}",
         f"  {needed['layer_groups']:>11}  in layer groups: what the layers need",
-        f"  {needed['mlx_lm']:>11}  in mlx-lm's own caches, in {plan.groups[0].dtype}",
         *_pool_lines(plan),
     ]
     lines.append("Sequences that fit:")
-    lines.append(f"  {'tokens each':>12} {'one table':>10} {'layer groups':>14} {'mlx-lm':>10}")
+    lines.append(f"  {'tokens each':>12} {'one table':>10} {'layer groups':>14}")
     for length in plan.lengths:
         shown = ["-" if count is None else str(count) for count in plan.num_sequences(length).values()]
-        lines.append(f"  {length:>12} {shown[0]:>10} {shown[1]:>14} {shown[2]:>10}")
+        lines.append(f"  {length:>12} {shown[0]:>10} {shown[1]:>14}")
     return lines
 
 

@@ -7,7 +7,7 @@ reads them from a config. `arranged` says how groups share arenas of blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -15,8 +15,6 @@ from typing import NamedTuple
 from kvpool.spec import DTYPES, KVSpec
 
 _ITEMSIZES = DTYPES | {"int64": 8, "int32": 4, "uint32": 4, "int8": 1, "uint8": 1}
-_ROWS_STEP = 256  # mlx-lm's caches grow by so many rows
-_PREFILL_STEP = 2048  # tokens of a prompt that mlx-lm's generate feeds at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,50 +84,6 @@ class LayerGroup:
         is_aligned = self.kind == "chunk" and self.size % block_size == 0
         most = self.size // block_size if is_aligned else (self.size + block_size - 2) // block_size + 1
         return min(most, -(-num_tokens // block_size)) * block_size
-
-    def num_held_by_mlx_lm(self, num_tokens: int) -> int:
-        """Rows that mlx-lm's own cache of a layer has after a prompt of ``num_tokens - 1`` and one step."""
-        if self.kind == "full":
-            return -(-num_tokens // _ROWS_STEP) * _ROWS_STEP
-        assert self.size is not None
-        rows, grow = 0, _grown_window if self.kind == "window" else _grown_chunk
-        for held, new in _steps(num_tokens):
-            rows = grow(rows, held, new, self.size)
-        return rows
-
-    def mlx_lm_nbytes(self, num_tokens: int) -> int:
-        """Bytes that mlx-lm's own caches of these layers hold of it, see `num_held_by_mlx_lm`."""
-        if self.kind == "state":
-            return self.state_nbytes
-        return self.num_held_by_mlx_lm(num_tokens) * self.token_nbytes
-
-
-def _steps(num_tokens: int) -> Iterator[tuple[int, int]]:
-    """(Tokens before, new ones) of mlx-lm's generate: pieces of a prompt, and its last token alone."""
-    held = 0
-    while held < num_tokens:
-        new = min(_PREFILL_STEP, num_tokens - 1 - held) or 1
-        yield held, new
-        held += new
-
-
-def _grown_window(rows: int, held: int, new: int, size: int) -> int:
-    """Rows of a RotatingKVCache after `new` tokens more."""
-    if new > 1:
-        return min(held, rows, size - 1) + new if held else new
-    if held >= rows and rows < size:
-        rows += min(_ROWS_STEP, size - held)
-    return min(rows, size)
-
-
-def _grown_chunk(rows: int, held: int, new: int, size: int) -> int:
-    """Rows of a ChunkedKVCache after `new` tokens more; it is trimmed to a chunk before each step."""
-    valid = min(held, size)
-    if held > size:
-        rows = size
-    if valid + new > rows:
-        rows = (rows if valid % _ROWS_STEP == 0 else valid) + -(-new // _ROWS_STEP) * _ROWS_STEP
-    return rows
 
 
 # ---- arenas ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from operator import index
 from typing import Any
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1}  # name: bytes per element
-LAYOUTS = ("NHD", "HND", "interleaved", "stacked", "block")
+LAYOUTS = ("NHD", "HND", "block")
 QUANT_BITS = (4, 8)
 QUANT_GROUP_SIZES = (32, 64, 128)
 WORD_BITS = 32  # quantized elements are packed into words of uint32, the first one lowest
@@ -63,7 +63,7 @@ class KVSpec:
         Tokens per block, any value >= 1.
     v_head_dim : int, optional
         Head dimension of the values, `head_dim` by default.
-    layout : {None, "NHD", "HND", "interleaved", "stacked", "block"}
+    layout : {None, "NHD", "HND", "block"}
         Order of the axes in memory, see Notes. None: the backend chooses, and its own `spec` says what; without a
         backend it is that of "NHD".
     k_bits, v_bits : {None, 4, 8}
@@ -92,10 +92,6 @@ class KVSpec:
     - ``NHD``: per layer and plane ``[num_blocks, S, H, D]``. A token is one contiguous store, a block one
       contiguous copy.
     - ``HND``: per layer and plane ``[num_blocks, H, S, D]``, head-major.
-    - ``interleaved``: per layer ``[num_blocks, S, 2 * H, D]``, heads in the order k0, v0, k1, v1, ...
-      (Levanter, ragged paged attention on TPU).
-    - ``stacked``: per plane, all layers in one array ``[num_layers, H, num_blocks, S, D]`` (the MLX
-      paged-attention plan).
     - ``block``: one array of bytes, ``[num_blocks, block_nbytes]``. Row b holds block b as `export_blocks` returns it:
       layer by layer, plane by plane, each ``[S, H, D]``. Several specs can share the rows of one array
       (`kvpool.group_storage`).
@@ -126,11 +122,6 @@ class KVSpec:
             raise TypeError(f"[KVSpec] latent must be a bool, got {type(self.latent).__name__} ({self.latent!r})")
         if self.latent and self.num_kv_heads != 1:
             raise ValueError(f"[KVSpec] latent attention has 1 KV head, not num_kv_heads {self.num_kv_heads}")
-        if self.layout == "interleaved" and self.value_head_dim != self.head_dim:
-            raise ValueError(
-                f"[KVSpec] layout 'interleaved' holds keys and values in one array and needs equal head dims "
-                f"(head_dim {self.head_dim}, v_head_dim {self.value_head_dim})"
-            )
         self._check_quantization()
         if self.layout == "block" and any(begin % plane.itemsize_nbytes for plane, begin in self._places_in_a_block()):
             raise ValueError(
@@ -159,11 +150,6 @@ class KVSpec:
                     f"[KVSpec] {name} is {dim}, not a multiple of quant_group_size {self.quant_group_size}: a group of "
                     f"{bits}-bit elements lies in one head"
                 )
-        if self.layout == "interleaved" and self.k_bits != self.v_bits:
-            raise ValueError(
-                f"[KVSpec] layout 'interleaved' holds keys and values in one array and needs equal bits "
-                f"(k_bits {self.k_bits}, v_bits {self.v_bits})"
-            )
 
     @property
     def value_head_dim(self) -> int:
@@ -274,26 +260,17 @@ class KVSpec:
         """Base array and strides of a stored plane, such as ``"k"``, in a pool of `num_blocks` blocks."""
         dims = {stored.name: stored.dim for stored in self.stored_planes}
         _one_of("plane_layout", "plane", plane, tuple(dims))
-        layers, heads, slots, dim = self.num_layers, self.num_kv_heads, self.block_size, dims[plane]
-        if self.layout in (None, "NHD"):
-            shape: tuple[int, ...] = (num_blocks, slots, heads, dim)
-            strides = (0, slots * heads * dim, heads * dim, dim)
-        elif self.layout == "HND":
-            shape = (num_blocks, heads, slots, dim)
-            strides = (0, heads * slots * dim, dim, slots * dim)
-        elif self.layout == "interleaved":
-            shape = (num_blocks, slots, 2 * heads, dim)
-            strides = (0, slots * 2 * heads * dim, 2 * heads * dim, 2 * dim)
-            return PlaneLayout(f"kv{plane[1:]}", shape, True, 0 if plane[0] == "k" else dim, *strides)
-        elif self.layout == "block":
+        heads, slots, dim = self.num_kv_heads, self.block_size, dims[plane]
+        if self.layout == "block":
             stored, begin = next(place for place in self._places_in_a_block() if place[0].name == plane)
             size, block = stored.itemsize_nbytes, self.block_nbytes
-            strides = (block // layers // size, block // size, heads * dim, dim)
+            strides = (block // self.num_layers // size, block // size, heads * dim, dim)
             return PlaneLayout("block", (num_blocks, block), False, begin // size, *strides)
+        if self.layout == "HND":
+            shape, strides = (num_blocks, heads, slots, dim), (0, heads * slots * dim, dim, slots * dim)
         else:
-            shape = (layers, heads, num_blocks, slots, dim)
-            strides = (heads * num_blocks * slots * dim, slots * dim, dim, num_blocks * slots * dim)
-        return PlaneLayout(plane, shape, self.layout != "stacked", 0, *strides)
+            shape, strides = (num_blocks, slots, heads, dim), (0, slots * heads * dim, heads * dim, dim)
+        return PlaneLayout(plane, shape, True, 0, *strides)
 
 
 # ---------------------------------------------------------------------- checks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from benchmarks.attention.rows import Row
 from benchmarks.attention.settings import Settings
@@ -20,7 +19,6 @@ OTHERS = "avx2"  # whose gates an instruction set has that is not named below
 DECODE: dict[str, dict[str, Limits]] = {
     "avx512": {"float32": (1.5, 1.2), "bfloat16": (1.65, 1.3), "float16": (1.7, 1.25)},
     "avx2": {"float32": (1.5, 1.35), "bfloat16": (1.65, 1.45), "float16": (1.7, 1.4)},
-    "portable": {"float32": (2.5, None), "bfloat16": (4.0, None), "float16": (4.0, None)},
 }
 GAIN = (0.9, 1.0)
 TORCH = (1.8, 2.5)
@@ -34,10 +32,9 @@ QUANTIZED_WRITE = (1.4, None)
 
 
 def decide(rows: Sequence[Row], settings: Settings, isa: str) -> list[Gate]:
-    """Return the gates of everything that the settings ask for, measured or not. Of portable C: those of decode."""
+    """Return the gates of everything that the settings ask for, measured or not. Portable C has none."""
     if isa == "portable":
-        parts = tuple(part for part in settings.parts if part == "decode")
-        settings = replace(settings, parts=parts, kv_bits=())
+        return []
     gates = []
     for bits in settings.kv_bits:
         if bits in QUANTIZED:
@@ -65,8 +62,6 @@ def decode_gates(dtype: str, rows: list[Row], settings: Settings, isa: str) -> l
     able = [row for row in rows if is_able_decode(row) and is_standard(settings)]
     limits = DECODE.get(isa, DECODE[OTHERS])[dtype]
     gates = [worst(f"decode {dtype}", "x read", *limits, True, able, lambda row: row.ratio)]
-    if isa == "portable":
-        return gates
     against_torch = [row for row in able if row.torch is not None]
     gates.append(
         worst(

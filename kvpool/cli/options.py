@@ -215,7 +215,6 @@ def proposer(num_drafts: int, draft_model: Any, num_tokens: int, max_running: in
 OPTIONS = (
     ("--store", "DIR|URL", "keep prefixes in this directory, or on a server: redis://HOST:PORT, unix://PATH"),
     ("--store-max", "SIZE", "what the directory holds, at most (default: 10GB)"),
-    ("--store-writes", "SIZE/day", "what is written to the directory in a day, at most (default: no limit)"),
     ("--store-memory", "SIZE", "memory in front of the store, which answers first (default: none)"),
 )
 READY_SECONDS = 5.0  # how long the index of a directory may take before the first request
@@ -237,18 +236,14 @@ def store_of(args: argparse.Namespace) -> Callable[[Layout], BlockStore] | None:
         Also of the returned callable.
     """
     most, memory = _size("--store-max", args.store_max), _size("--store-memory", args.store_memory)
-    per_day = args.store_writes
-    if per_day is not None and not per_day.lower().endswith("/day"):
-        raise CommandError(f"--store-writes {per_day}: not a size per day, such as 20GB/day")
-    writes = _size("--store-writes", per_day and per_day[:-4])
     if args.store is None:
-        for name, given in (("max", most), ("writes", writes), ("memory", memory)):
+        for name, given in (("max", most), ("memory", memory)):
             if given is not None:
                 raise CommandError(f"--store-{name}: only with --store")
         return None
     is_server = "://" in args.store
-    if is_server and (most is not None or writes is not None):
-        raise CommandError(f"--store {place_of(args)}: the server has its own limits, drop --store-max, -writes")
+    if is_server and most is not None:
+        raise CommandError(f"--store {place_of(args)}: the server has its own limit, drop --store-max")
 
     def make(layout: Layout) -> Any:
         from kvpool.store import DiskStore, MemoryStore, TieredStore
@@ -259,7 +254,7 @@ def store_of(args: argparse.Namespace) -> Callable[[Layout], BlockStore] | None:
 
                 found: BlockStore = ServerStore(args.store, layout)
             else:
-                found = DiskStore(args.store, layout, most or 10 * 10**9, write_nbytes_per_day=writes)
+                found = DiskStore(args.store, layout, most or 10 * 10**9)
                 found.ready.wait(READY_SECONDS)
             return found if memory is None else TieredStore([MemoryStore(layout, memory), found])
         except (OSError, ValueError, ImportError) as exc:

@@ -152,7 +152,7 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
             count += head is not None
             if wrong:
                 problems.append({"segment": each.name, "offset": offset, "problem": wrong})
-    small = {"layout.json", "written.json"}
+    small = {"layout.json"}
     with os.scandir(folder.fd) as entries:
         known = {each.name for each in folder.segments()} | small | {name + NEW for name in small} | {"lock"}
         for name in sorted({entry.name for entry in entries} - known):

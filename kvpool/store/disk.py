@@ -18,7 +18,7 @@ import numpy as np
 from kvpool.spec import checked_int
 from kvpool.store import segment_format as form
 from kvpool.store.blocks import Blocks, Layout, Rows, TierStats, checked, checked_layout
-from kvpool.store.folder import GROWING, SEALED, Folder, Listed, Refused, this_hour
+from kvpool.store.folder import GROWING, SEALED, Folder, Listed, Refused
 from kvpool.store.outbox import Outbox, Waiting
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _RESERVE_NBYTES = 1 << 30
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SETTLED_SECONDS = 2.0  # after a change of a directory until its time of modification tells the next change from it
 _NUMBER = re.compile(r"-?\d+")
-_PAUSE_SECONDS = 60.0  # without writing, after the disk or the budget refused
+_PAUSE_SECONDS = 60.0  # without writing, after the disk refused
 _TOUCH_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}  # errors that say nothing about a file: tried again
@@ -71,8 +71,6 @@ class DiskStore:
     layout : Layout
     max_nbytes : int
         Most bytes of all segments in the directory, of all processes.
-    write_nbytes_per_day : int, optional
-        Most bytes that all processes together write in any 24 hours, counted by the hour.
     reserve_nbytes : int, optional
         Free bytes of the disk that it leaves to others: no segment begins that would take them. By default 1 GiB, or a
         twentieth of the disk if that is less.
@@ -104,7 +102,6 @@ class DiskStore:
         layout: Layout,
         max_nbytes: int,
         *,
-        write_nbytes_per_day: int | None = None,
         reserve_nbytes: int | None = None,
         queue_nbytes: int = 256 << 20,
         segment_nbytes: int | None = None,
@@ -118,9 +115,6 @@ class DiskStore:
         if segment_nbytes is None:
             segment_nbytes = max(min(_SEGMENT_NBYTES, self.max_nbytes // 4), record)
         self.segment_nbytes = checked_int("DiskStore", "segment_nbytes", segment_nbytes)
-        self.write_nbytes_per_day = write_nbytes_per_day
-        if write_nbytes_per_day is not None:
-            checked_int("DiskStore", "write_nbytes_per_day", write_nbytes_per_day)
         if reserve_nbytes is not None:
             checked_int("DiskStore", "reserve_nbytes", reserve_nbytes, 0)
         form.check_sizes("DiskStore", layout, form.MOST_RECORD)
@@ -128,11 +122,10 @@ class DiskStore:
             ("segment_nbytes", self.segment_nbytes, record, form.MOST_SEGMENT),
             ("max_nbytes", self.max_nbytes, 2 * self.segment_nbytes, None),
             ("queue_nbytes", queue_nbytes, max(group.nbytes for group in layout.groups), None),
-            ("write_nbytes_per_day", write_nbytes_per_day, record, None),
         ):
-            if value is not None and value < least:
+            if value < least:
                 raise ValueError(f"[DiskStore] {name} is {value}, the least for this layout is {least}")
-            if value is not None and most is not None and value > most:
+            if most is not None and value > most:
                 raise ValueError(f"[DiskStore] {name} is {value}, the limit is {most}")
         self._folder = Folder(path, "DiskStore")
         try:
@@ -155,7 +148,6 @@ class DiskStore:
         self._listed: list[Listed] = []  # what was in the directory. The thread's alone, as what follows
         self._listed_at = -1  # the directory's time of modification then, -1: it may change within the same moment
         self._growing: _Growing | None = None
-        self._allowed = (0, 0)  # an hour, and the bytes that it may still write in it
         self._worthless: set[str] = set()  # of those refused: damaged, or of another layout
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
         self._refusal = ""  # why it pauses; empty when a block was written
@@ -167,7 +159,7 @@ class DiskStore:
 
     @property
     def is_paused(self) -> bool:
-        """Whether a pause runs, in which it takes nothing: the disk, the quota or the budget refused."""
+        """Whether a pause runs, in which it takes nothing: the disk or the quota refused."""
         return time.monotonic() < self._paused_until
 
     # ---------------------------------------------------------------------- calls
@@ -346,33 +338,14 @@ class DiskStore:
         return None
 
     def _growing_with_room(self, nbytes: int) -> _Growing | None:
-        """The segment to append to; None in a pause. `OSError` if the disk, the quota or the budget refuse."""
+        """The segment to append to; None in a pause. `OSError` if the disk or the quota refuse."""
         if self._growing is not None and not self._growing.fits(nbytes, self.segment_nbytes):
             self._seal()
-        if self._growing is not None:
-            self._spend(nbytes + form.FOOTER.itemsize)
-        elif time.monotonic() >= self._paused_until:
+        if self._growing is None and time.monotonic() >= self._paused_until:
             self._come_back()
-            self._spend(form.HEADER.size + nbytes + form.ALIGNMENT + form.TRAILER.size)
             with self._folder.lock():
                 self._begin()
         return self._growing
-
-    def _spend(self, nbytes: int) -> None:
-        """Take bytes from the budget before they are written; `Refused` if it has not so many."""
-        budget = self.write_nbytes_per_day
-        if budget is None:
-            return
-        hour, left = self._allowed
-        if hour != this_hour():  # what it took and did not write stays with that hour
-            hour, left = this_hour(), 0
-        if left < nbytes:
-            with self._folder.lock():
-                left += self._folder.granted(max(nbytes, self.segment_nbytes // 8), budget)
-        self._allowed = hour, left
-        if left < nbytes:
-            raise Refused(f"[DiskStore] the budget of {budget} bytes per day is used up")
-        self._allowed = hour, left - nbytes
 
     def _come_back(self) -> None:
         """Make the directory anew if somebody has deleted it."""

@@ -29,11 +29,10 @@ _SEGMENT = re.compile(r"([0-9a-f]{16})(\.kvpool|\.kvpool-open)")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_SECONDS = 10.0
-_HOURS = 25  # that count: this hour, and the 24 before it
 
 
 class Refused(OSError):
-    """Quota or budget do not allow it. Nothing has failed."""
+    """The quota does not allow it. Nothing has failed."""
 
 
 class Listed(NamedTuple):
@@ -372,24 +371,3 @@ class Folder:
                 f"[{self._call}] {self.path} is a store of another model or layout ({first}), not of this one "
                 f"({own_line}); take another directory"
             )
-
-    def granted(self, nbytes: int, budget: int) -> int:
-        """Take up to `nbytes` from the budget of 24 hours, and return how many. With the lock.
-
-        The file ``written.json`` has the bytes of each hour. If the clock went back, later hours count as this one.
-        """
-        hour, hours = this_hour(), dict[int, int]()
-        with suppress(OSError, ValueError, TypeError, OverflowError):
-            for key, value in self.read_json("written.json").items():
-                if int(key) > hour - _HOURS:
-                    at = min(int(key), hour)
-                    hours[at] = hours.get(at, 0) + max(int(value), 0)  # type: ignore[call-overload]
-        took = max(min(nbytes, budget - sum(hours.values())), 0)
-        hours[hour] = hours.get(hour, 0) + took
-        self.write_json("written.json", {str(key): value for key, value in hours.items()})
-        return took
-
-
-def this_hour() -> int:
-    """Return the current hour, in hours since the epoch."""
-    return int(time.time() // 3600)

@@ -470,7 +470,7 @@ def refused_specs_raise(factory: Factory) -> None:
     """What `capabilities` does not list, the factory refuses with a ValueError."""
     spec = next(specs(factory))
     others = [replace(spec, dtype=dtype) for dtype in DTYPES]
-    others += [replace(spec, layout=layout, v_head_dim=None) for layout in LAYOUTS]
+    others += [replace(spec, layout=layout) for layout in LAYOUTS]
     others += [replace(spec, block_size=7), replace(spec, head_dim=7), replace(spec, v_head_dim=spec.head_dim + 1)]
     refuses(factory, others)
 

@@ -180,10 +180,8 @@ def _quantized_specs(
     for layout in can.layouts if layouts else can.layouts[:1]:
         for dtype in [d for d in DTYPES if d in can.dtypes and d != "float8_e4m3"] if dtypes else can.dtypes[:1]:
             for k_bits, v_bits, group in _KINDS:
-                if layout == "interleaved" and k_bits != v_bits:
-                    continue
                 dim = max(group, 64)
-                v_dim = dim if group == 32 or layout == "interleaved" else 128
+                v_dim = dim if group == 32 else 128
                 spec = KVSpec(layers, 2, dim, dtype, 16, v_dim, layout, k_bits, v_bits, group)
                 if can.refusal(spec, 4) is None:
                     found = True

@@ -98,8 +98,6 @@ def specs(
         dims = [accepted[0], accepted[0] if dims[0] == dims[1] else accepted[-1]]
     found = False
     for dtype, layout, block_size in product(dtypes, layouts, block_sizes or can.block_sizes or ()):
-        if layout == "interleaved" and dims[0] != dims[1]:
-            continue
         spec = KVSpec(layers, kv_heads, dims[0], dtype, block_size, dims[1], layout)
         if can.refusal(spec, q_heads) is None:
             found = True

@@ -73,7 +73,7 @@ def test_the_pool_never_moves_whatever_is_kept_and_pipelined(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("layout", ["NHD", "stacked"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_the_pool_begins_at_a_cache_line(dtype, layout):
     for num_blocks in (3, 129):
         backend = kernels(KVSpec(2, 3, 20, dtype, block_size=4, layout=layout), num_blocks)
@@ -140,7 +140,7 @@ def test_the_route_is_chosen_by_device_and_kernels_and_can_be_forced(monkeypatch
     assert plain.route == "plain" and "route='plain'" in repr(plain)
     assert (MLXBackend(SPEC, 4).capabilities.lazy, plain.capabilities.lazy) == (False, True)
     assert MLXBackend(SPEC, 4).capabilities.batch_invariant and not plain.capabilities.batch_invariant
-    assert MLXBackend(KVSpec(1, 1, 8, layout="stacked"), 4).capabilities.layouts > plain.capabilities.layouts
+    assert MLXBackend(KVSpec(1, 1, 8, layout="HND"), 4).capabilities.layouts > plain.capabilities.layouts
     monkeypatch.setitem(__import__("sys").modules, "kvpool_backends.cpu._kernels", None)
     assert MLXBackend(SPEC, 4).route == "plain"
     with pytest.raises(BackendUnavailable, match=r"\[MLXBackend\] kernels=True, but the CPU kernels"):

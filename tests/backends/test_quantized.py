@@ -82,7 +82,6 @@ def test_bytes_of_a_quantized_token_are_those_of_its_format():
         ({"quant_group_size": 16}, ValueError, "quant_group_size is 16, it must be 32 or 64 or 128"),
         ({"k_bits": 8, "quant_group_size": 128}, ValueError, "head_dim is 64, not a multiple of quant_group_size 128"),
         ({"v_bits": 8, "v_head_dim": 96}, ValueError, "v_head_dim is 96, not a multiple of quant_group_size 64"),
-        ({"k_bits": 8, "layout": "interleaved"}, ValueError, "needs equal bits"),
         ({"k_bits": 8, "dtype": "float8_e4m3"}, ValueError, "dtype 'float8_e4m3' has too few digits for the scales"),
     ],
 )

@@ -13,20 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from configs import LLAMA_8B
 
 import kvpool
 from kvpool.cli import main
 from kvpool.errors import install_command
-
-LLAMA_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_verify_finds_what_is_cut_added_swapped_or_foreign(directory, capsys, tm
         assert status == 1 and len(facts["problems"]) == 1
         one.chmod(0o600)
         for file in directory.iterdir():
-            if file not in (one, two) and file.name not in ("layout.json", "lock", "written.json"):
+            if file not in (one, two) and file.name not in ("layout.json", "lock"):
                 file.unlink()
     other = DiskStore(str(tmp_path / "other"), Layout(LAYOUT.groups, "v"), 1 << 20)
     kit.stores(other, LAYOUT.blocks(kit.prompt(1, 8))[0])
@@ -127,13 +127,13 @@ def test_verify_finds_what_is_cut_added_swapped_or_foreign(directory, capsys, tm
 def test_file_that_a_killed_process_left_is_no_problem_and_is_overwritten(tmp_path, capsys):
     path = tmp_path / "store"
     for _ in range(2):
-        store = DiskStore(str(path), LAYOUT, 1 << 20, segment_nbytes=1 << 14, write_nbytes_per_day=1 << 20)
+        store = DiskStore(str(path), LAYOUT, 1 << 20, segment_nbytes=1 << 14)
         kit.stores(store, LAYOUT.blocks(kit.prompt(1, 8))[0])
         store.close()
-        (path / "written.json.new").write_text("{")
+        (path / "layout.json.new").write_text("{")
         assert said(capsys, "verify", path) == (0, {"records": 4, "problems": []})
-    Folder(str(path), "test").write_json("written.json", {})
-    assert not (path / "written.json.new").exists()
+    Folder(str(path), "test").write_json("layout.json", {})
+    assert not (path / "layout.json.new").exists()
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

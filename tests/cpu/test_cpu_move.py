@@ -13,7 +13,7 @@ from kvpool_backends.cpu import BlockStore, base_shapes, isas
 
 NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 SPECS = [
-    KVSpec(layers, heads, dim, dtype, size, v_dim if layout != "interleaved" else None, layout)
+    KVSpec(layers, heads, dim, dtype, size, v_dim, layout)
     for layout, dtype, (layers, heads, dim, v_dim, size) in itertools.product(
         LAYOUTS, NUMPY, [(2, 2, 8, 8, 4), (1, 3, 5, 7, 3), (3, 1, 16, 16, 1)]
     )

@@ -144,15 +144,12 @@ def test_fused_decode_equals_dequantize_then_dense(bits, length, sinks):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("k_bits", "v_bits"), BITS)
 def test_attention_over_any_layout_and_bits_is_right(k_bits, v_bits, layout, isa):
-    if layout == "interleaved" and k_bits != v_bits:
-        return
     for dtype, group_size, num_queries, group, block, heads in (
         ("float32", 32, 1, 1, 3, 3), ("float16", 64, 3, 3, 16, 3), ("bfloat16", 32, 2, 5, 7, 3),
         ("float16", 32, 70, 2, 16, 2),  # a chunk
         ("float16", 32, 1, 2, 16, 4),  # scales of a token fill whole vectors of every instruction set
     ):  # fmt: skip
-        v_dim = None if layout == "interleaved" else 192
-        spec = KVSpec(1, heads, 128, dtype, block, v_dim, layout, k_bits, v_bits, group_size)
+        spec = KVSpec(1, heads, 128, dtype, block, 192, layout, k_bits, v_bits, group_size)
         check(spec, 77, num_queries, group, isa=isa)
 
 

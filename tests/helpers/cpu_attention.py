@@ -23,7 +23,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "features": ("none", "window", "soft_cap", "alibi_slopes", "sinks", "mask", "all"),
     "queries": (9, 43, 128, 129, 300),
     "prior": (0, 1, 85, 127, 500),
-    "layout": ("NHD", "HND", "stacked"),
+    "layout": ("NHD", "HND"),
     "tokens": ("float32", "float16", "bfloat16"),
 }
 

@@ -1,4 +1,4 @@
-"""Bytes that mlx-lm's caches of a model hold, and those that `kvpool.sizing` computes, by layer group."""
+"""Bytes that mlx-lm's caches of a model hold of tokens, and those that `kvpool.sizing` computes, by layer group."""
 
 from collections import Counter
 
@@ -46,24 +46,22 @@ def key_of_group(group):
 
 
 def measured(model, num_tokens, compute=False):
-    """Bytes that mlx-lm allocates, by group; and those of the tokens that it holds."""
-    allocated, held = Counter(), Counter()
+    """Bytes of the tokens that mlx-lm holds, by group."""
+    held = Counter()
     for cache in fed(model, num_tokens, compute):
         key = key_of(cache)
-        allocated[key] += cache.nbytes
         if key[0] == "state":
             held[key] += cache.nbytes
             continue
         size = key[1] or num_tokens
         rows = min(cache.offset, size)
         held[key] += cache.nbytes // cache.keys.shape[2] * rows
-    return allocated, held
+    return held
 
 
 def computed(groups, num_tokens):
     """The same from a config."""
-    allocated, held = Counter(), Counter()
+    held = Counter()
     for group in groups:
-        allocated[key_of_group(group)] += group.mlx_lm_nbytes(num_tokens)
         held[key_of_group(group)] += min(num_tokens, group.size or num_tokens) * group.token_nbytes + group.state_nbytes
-    return allocated, held
+    return held

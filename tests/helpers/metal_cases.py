@@ -69,10 +69,6 @@ class Batch:
         return KVSpec(*shape, latent=self.latent)
 
     @property
-    def layer(self) -> int:
-        return 1 if self.layout == "stacked" else 0
-
-    @property
     def num_q_heads(self) -> int:
         return self.group * self.kv_heads
 
@@ -136,7 +132,7 @@ class Batch:
         """Where the elements of a row's tokens lie in the base array of a plane, int64 ``[n, Hk, D]``."""
         dim = dict(self.spec.planes)[plane]
         at = 0 if plane == "k" else 4
-        offset, block, slot, head = plane_strides(self.spec, self.num_blocks, self.layer)[at : at + 4]
+        offset, block, slot, head = plane_strides(self.spec, self.num_blocks, 0)[at : at + 4]
         token = np.arange(self.seq_lens[row])
         first = offset + self.tables[row, token // self.block_size].astype(np.int64) * block
         first += token % self.block_size * slot
@@ -187,7 +183,7 @@ class Batch:
             step = attention_step(work, mx.array(self.tables), self.spec.query_dim**-0.5, options)
             if scores is not None:
                 step = step._replace(export=score_export(work, batch.seq_lens, batch.options.window, 8))
-            out, *exported = kernels.attend(batch.layer, q[mx.array(tokens)], *self.pools, step, scores)
+            out, *exported = kernels.attend(0, q[mx.array(tokens)], *self.pools, step, scores)
             results[tokens] = np.array(out.astype(mx.float32))
             exports += map(np.array, exported)
         return [results, *([(sum if scores == "raw" else max_of)(exports)] if exports else [])]
@@ -278,8 +274,7 @@ def shape_of(choice: dict[str, Any], most_rows: int = 100) -> dict[str, Any]:
     choice = dict(choice)
     queries, dims = min(choice.pop("queries"), -(-most_rows // choice["group"])), choice.pop("head_dim")
     if isinstance(dims, tuple):
-        layout = "NHD" if choice["layout"] == "interleaved" else choice["layout"]
-        choice |= {"v_head_dim": dims[1], "latent": True, "layout": layout}
+        choice |= {"v_head_dim": dims[1], "latent": True}
     return {
         "head_dim": dims[0] if isinstance(dims, tuple) else dims,
         "kv_heads": 1 if isinstance(dims, tuple) or choice["group"] > 4 else 2,

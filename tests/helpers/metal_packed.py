@@ -35,11 +35,11 @@ def floats_of(parts, bits, size):
     return np.array(mx.dequantize(words, *factors, size, bits))
 
 
-def rows_at(spec, plane, num_blocks, layer, blocks, slots):
+def rows_at(spec, plane, num_blocks, blocks, slots):
     """Indices of the elements ``[n, Hk, dim]`` of a stored plane in its base array."""
     layout = spec.plane_layout(plane, num_blocks)
     (dim,) = (stored.dim for stored in spec.stored_planes if stored.name == plane)
-    first = layout.offset + layer * layout.layer_stride + np.asarray(blocks, np.int64) * layout.block_stride
+    first = layout.offset + np.asarray(blocks, np.int64) * layout.block_stride
     first = first + np.asarray(slots) * layout.slot_stride
     return first[:, None, None] + np.arange(spec.num_kv_heads)[:, None] * layout.head_stride + np.arange(dim)
 
@@ -95,7 +95,7 @@ class PackedBatch(Batch):
             for row, parts in enumerate(self.parts):
                 token = np.arange(self.seq_lens[row])
                 blocks = self.tables[row, token // self.block_size]
-                at = rows_at(spec, plane.name, self.num_blocks, self.layer, blocks, token % self.block_size)
+                at = rows_at(spec, plane.name, self.num_blocks, blocks, token % self.block_size)
                 base.reshape(-1)[at] = bits_of(parts[number])
         arrays = [
             mx.array(bases[spec.plane_layout(plane.name, self.num_blocks).array]).view(

@@ -22,7 +22,7 @@ FACTORS = {
     "queries": (1, 3, 40),  # of each row, as far as it has tokens, and 100 rows of a KV head
     "block_size": (8, 16, 32),
     "seq_lens": ((1,), (8, 7), (33, 32, 31), (100, 1), (257,), (64, 9, 600), (1000,)),
-    "layout": ("NHD", "HND", "interleaved", "stacked"),
+    "layout": ("NHD", "HND"),
     "features": ((), *((name,) for name in FEATURES), FEATURES),
     "part_tokens": (32, 512),
 }

@@ -16,7 +16,7 @@ from kvpool.config import KVSpec
 from kvpool.testing.dense import quantized, round_to, stored_bytes
 from kvpool_backends.mlx.metal_kernels import DTYPES, MetalKernels, plane_strides
 
-LAYOUTS = ("NHD", "HND", "interleaved", "stacked")
+LAYOUTS = ("NHD", "HND")
 NUM_BLOCKS = 6
 SEED = 8_204
 
@@ -31,8 +31,8 @@ class Planes:
 
     def __init__(self, spec):
         rng, bases = np.random.default_rng(SEED), {}
-        self.spec, self.layer = spec, int(spec.layout == "stacked")
-        self.strides = plane_strides(spec, NUM_BLOCKS, self.layer)
+        self.spec = spec
+        self.strides = plane_strides(spec, NUM_BLOCKS, 0)
         self.stored = {plane.name: plane for plane in spec.stored_planes}
         for name, plane in self.stored.items():
             layout = spec.plane_layout(name, NUM_BLOCKS)
@@ -44,7 +44,7 @@ class Planes:
         self.arrays[name].reshape(-1)[self.at(name, block, slot)] = values
 
     def at(self, name, block, slot):
-        return rows_at(self.spec, name, NUM_BLOCKS, self.layer, block, slot)
+        return rows_at(self.spec, name, NUM_BLOCKS, block, slot)
 
     def check(self, expected):
         for name, array in self.arrays.items():
@@ -147,21 +147,8 @@ def test_write_stores_the_bits_of_mx_quantize(k_bits, v_bits, size, dtype, x_dty
 @pytest.mark.parametrize("packing", [(), (8, 8, 32)], ids=["floats", "packed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_write_serves_layouts_by_strides(layout, packing, vectors):
-    if layout != "interleaved":  # 96: groups do not fill a simdgroup, rows end inside of one
-        check_write(KVSpec(2, 3, 64, "float16", 16, 96, layout, *packing), "float32", vectors, schedules=(0, 4))
-    elif packing:  # one buffer bound twice would be two copies here
-        check_write(KVSpec(2, 3, 64, "float16", 16, None, layout, *packing), "float32", vectors, schedules=(0, 4))
-
-
-def test_write_two_tokens_of_one_array_with_both_planes():
-    planes = Planes(KVSpec(1, 2, 64, "float16", 8, layout="interleaved"))
-    before = planes.arrays["k"].copy()
-    planes.arrays["v"] = before.copy()
-    write(planes, [np.ones((2, 2, 64)), np.full((2, 2, 64), 2.0)], "float32", [3, 17])
-    for name, value in (("k", 1), ("v", 2)):
-        expected = before.copy()
-        expected.reshape(-1)[planes.at(name, [0, 2], [3, 1])] = bits(np.full((), value), "float16")
-        np.testing.assert_array_equal(planes.arrays[name], expected)
+    # 96: groups do not fill a simdgroup, rows end inside of one
+    check_write(KVSpec(2, 3, 64, "float16", 16, 96, layout, *packing), "float32", vectors, schedules=(0, 4))
 
 
 def test_slots_beyond_32_bits_are_written():
@@ -258,7 +245,7 @@ def test_gather_equals_what_was_stored(engine, layout, kind, dtype, head_dim, bl
     for schedule in engine.schedules:
         kernels = MetalKernels(batch.spec, batch.num_blocks, engine.factory(schedule))
         for at, (plane, dim) in enumerate(batch.spec.planes):
-            out = np.array(kernels.gather(batch.layer, plane, batch.pools[at], tables, seq_lens, 45).astype(mx.float32))
+            out = np.array(kernels.gather(0, plane, batch.pools[at], tables, seq_lens, 45).astype(mx.float32))
             assert out.shape == (3, 3, 45, dim)
             for row, length in enumerate(batch.seq_lens):
                 wanted = batch.content[row][at].swapaxes(0, 1)

@@ -24,7 +24,7 @@ FACTORS = {
     "queries": (1, 12),
     "block_size": (8, 16, 32),
     "seq_lens": ((1,), (33, 32, 31), (100, 1), (257,), (64, 9, 600)),
-    "layout": ("NHD", "HND", "stacked"),
+    "layout": ("NHD", "HND"),
     "features": ((), *((name,) for name in FEATURES), FEATURES),
     "part_tokens": (32, 512),
 }

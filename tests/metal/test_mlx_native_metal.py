@@ -124,14 +124,14 @@ def values(shape, dtype, seed):
 PACKED = (
     KVSpec(2, 3, 64, "float16", 8, 96, k_bits=8, v_bits=4, quant_group_size=32),
     KVSpec(2, 2, 128, "bfloat16", 16, layout="HND", k_bits=4, v_bits=4, quant_group_size=64),
-    KVSpec(2, 2, 64, "float32", 8, layout="stacked", k_bits=8, quant_group_size=64),
-    KVSpec(2, 2, 64, "float16", 8, layout="interleaved", k_bits=8, v_bits=8, quant_group_size=32),
+    KVSpec(2, 2, 64, "float32", 8, k_bits=8, quant_group_size=64),
+    KVSpec(2, 2, 64, "float16", 8, k_bits=8, v_bits=8, quant_group_size=32),
     KVSpec(2, 2, 128, "float16", 8, layout="HND", v_bits=8, quant_group_size=128),
 )
 WRITES = [
     (KVSpec(2, 2, 64, "float16", 8), "float32"),
     (KVSpec(2, 3, 80, "bfloat16", 16, 96, "HND"), "bfloat16"),
-    (KVSpec(2, 2, 64, "float32", 8, layout="stacked"), "float16"),
+    (KVSpec(2, 2, 64, "float32", 8), "float16"),
     *((spec, "float32") for spec in PACKED),
 ]
 
@@ -165,7 +165,7 @@ def test_recorded_write_stores_what_the_cpu_kernels_store(on_metal, spec, tokens
 @pytest.mark.parametrize(
     "spec",
     [
-        *(KVSpec(2, 3, 32, "float16", 8, layout=layout) for layout in ("NHD", "HND", "stacked", "interleaved")),
+        *(KVSpec(2, 3, 32, "float16", 8, layout=layout) for layout in ("NHD", "HND")),
         *PACKED,
     ],
     ids=name_of,

@@ -1,4 +1,4 @@
-"""The random workloads find faults: one of each kind is planted here, and makes one of them fail.
+"""The random workloads find faults: one for each kind of workloads is planted here, and makes one of them fail.
 
 A fault is a context manager that breaks the scheduler or the pool in one place. Workloads of a kind are drawn by seed
 until one fails; a fault that survives all of them is a hole in the workloads.
@@ -18,12 +18,11 @@ from scheduler_workload import Runner, draw
 from test_needs import served
 from test_scheduler_drafts import drafting
 
-from kvpool import Pool, Scheduler
+from kvpool import Pool
 from kvpool.errors import OutOfBlocks
-from kvpool.eviction import Evictor, Memory
-from kvpool.scheduler import beams, policy
+from kvpool.eviction import Evictor
+from kvpool.scheduler import policy
 from kvpool.scheduler.needs import Needs
-from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.state import Core
 
 WORKLOADS = 100
@@ -47,9 +46,6 @@ def fault(kind, first=0):
         return plant
 
     return note
-
-
-# ---- faults of memory
 
 
 @fault("plain", 6)
@@ -106,61 +102,6 @@ def drafts_are_computed_without_blocks():
         return not isinstance(new, int) or has_room(core, batch, new)
 
     with mock.patch.object(Core, "has_room", always):
-        yield
-
-
-# ---- faults of policy
-
-
-@fault("plain", 3)
-def priority_is_ignored():
-    enroll = WaitingQueue.enroll
-
-    def plain(self, group):
-        enroll(self, group)
-        group.rank = (group.tenant.admitted, group.rank[1])
-
-    with mock.patch.object(WaitingQueue, "enroll", plain):
-        yield
-
-
-@fault("plain")
-def victim_goes_to_the_end_of_the_queue():
-    """Not a wrong token anywhere: what was admitted first would wait for all who came later."""
-    push = WaitingQueue.push
-    with mock.patch.object(WaitingQueue, "push", lambda self, sequence, *, front=False: push(self, sequence)):
-        yield
-
-
-@fault("plain")
-def everybody_is_preempted_in_every_step():
-    """A livelock."""
-    decide = Scheduler._decide
-
-    def churn(self):
-        for lane in self._core.rows.running().tolist():
-            sequence = self._core.rows.sequences[lane]
-            if sequence is not None and sequence.group.beam is None:
-                self._core.preempt(sequence)
-        return decide(self)
-
-    with mock.patch.object(Scheduler, "_decide", churn):
-        yield
-
-
-@fault("plain")
-def beam_ends_with_the_first_finished_hypotheses():
-    with mock.patch.object(beams, "decided", lambda beam, best, length: bool(beam.done)):
-        yield
-
-
-# ---- faults of eviction
-
-
-@fault("evicting", 6)
-def slot_keeps_what_was_seen_before():
-    start = Memory.start
-    with mock.patch.object(Memory, "start", lambda self, row: start(self, row) if row >= len(self.known) else None):
         yield
 
 

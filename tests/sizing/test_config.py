@@ -5,19 +5,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+from configs import LLAMA_8B
 
 from kvpool import config
 from kvpool.config import LAYOUTS, KVSpec, blocks_for, describe_plan, parse_nbytes
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 8192,
-}
 METAL = {
     "device_name": "Apple M4",
     "max_recommended_working_set_size": 16 * 2**30,
@@ -51,7 +43,6 @@ def test_spec_counts_the_bytes_of_both_planes():
         ({"dtype": "float64"}, ValueError, "dtype is 'float64', known are float32, float16, bfloat16"),
         ({"dtype": np.float32}, TypeError, "dtype must be a str"),
         ({"layout": "nhd"}, ValueError, "layout is 'nhd'"),
-        ({"layout": "interleaved", "v_head_dim": 32}, ValueError, "needs equal head dims"),
     ],
 )
 def test_spec_with_bad_field_is_refused(fields, error, message):
@@ -87,9 +78,6 @@ def test_layout_gives_every_element_an_address_of_its_own(layout):
     [
         ("NHD", "k", (5, 3, 1, 2), (9, 4, 2, 8)),
         ("HND", "v", (5, 1, 3, 2), (9, 2, 4, 8)),
-        ("interleaved", "k", (5, 3, 2, 2), (9, 4, 4, 8)),  # k0, v0, k1, v1: head 1 of k is entry 2
-        ("interleaved", "v", (5, 3, 3, 2), (9, 4, 4, 8)),
-        ("stacked", "v", (2, 1, 5, 3, 2), (3, 2, 9, 4, 8)),  # [layers, heads, blocks, block_size, D]
     ],
 )
 def test_layout_has_the_documented_axes(layout, plane, index, shape):
@@ -131,7 +119,7 @@ def test_plane_layout_of_an_unknown_plane_is_refused():
 
 def test_array_block_nbytes_is_a_blocks_share_of_the_largest_array():
     share = 4 * 2 * 64 * 2
-    for layout, nbytes in (("NHD", share), ("HND", share), ("interleaved", 2 * share), ("stacked", 3 * share)):
+    for layout, nbytes in (("NHD", share), ("HND", share), ("block", 2 * 3 * share)):
         assert KVSpec(3, 2, 64, "float16", 4, layout=layout).array_block_nbytes == nbytes
 
 
@@ -203,11 +191,11 @@ def test_blocks_for_a_machine_has_a_share_of_it(monkeypatch, options, budget):
 
 
 def test_blocks_for_respects_the_largest_array_of_the_device_and_int32_slots():
-    """A stacked layout puts all layers of k into one array."""
+    """The layout of whole blocks puts all layers, keys and values, into one array."""
     device = {"max_buffer_length": 4 * 2**30}
     assert blocks_for("15GiB", KVSpec(32, 8, 128), device_info=device).limited_by == "the budget"
-    size = blocks_for("15GiB", KVSpec(32, 8, 128, layout="stacked"), device_info=device)
-    assert size.num_blocks == 4 * 2**30 // 2**20 and "max_buffer_length 4.00 GiB" in size.how
+    size = blocks_for("15GiB", KVSpec(32, 8, 128, layout="block"), device_info=device)
+    assert size.num_blocks == 4 * 2**30 // 2**21 and "max_buffer_length 4.00 GiB" in size.how
     size = blocks_for("1000TiB", KVSpec(1, 1, 1, block_size=16))
     assert size.num_blocks * 16 <= 2**31 - 1 < (size.num_blocks + 1) * 16 and size.limited_by == "int32 slots"
 
@@ -261,12 +249,12 @@ def test_blocks_for_a_bad_number_is_refused(name, wrong):
 
 
 def test_describe_plan_counts_the_sequences_that_fit():
-    needed = describe_plan(LLAMA_8B, "16GiB", max_len=4100)[0]["sequence_nbytes"]  # mlx-lm rounds up
-    assert needed == {"kvpool": 4112 * 131072, "layer_groups": 4112 * 131072, "mlx_lm": 4352 * 131072}
+    needed = describe_plan(LLAMA_8B, "16GiB", max_len=4100)[0]["sequence_nbytes"]
+    assert needed == {"kvpool": 4112 * 131072, "layer_groups": 4112 * 131072}
     facts, text = describe_plan(LLAMA_8B, "16GiB", max_len=4096)
     assert facts["token_nbytes"] == 131072 and facts["num_blocks"] == 8192
     assert [counts["kvpool"] for counts in facts["num_sequences"].values()] == [8191 // 32, 8191 // 128, 8191 // 256]
-    assert facts["num_sequences"]["4096"] == {"kvpool": 31, "layer_groups": 32, "mlx_lm": 32}
+    assert facts["num_sequences"]["4096"] == {"kvpool": 31, "layer_groups": 32}
     assert json.loads(json.dumps(facts)) == facts
     for part in ("every token                  32        8 x 128           131072", "8192 blocks", "16.00 GiB"):
         assert part in text

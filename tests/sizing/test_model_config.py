@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from configs import LLAMA_8B
 
 from benchmarks.tiny_families import OWN, config_of
 from kvpool.adapters.mlx_lm import sizes as model_sizes
@@ -18,15 +19,6 @@ from kvpool.model_config import _RULES, layer_groups, spec_from_config
 from kvpool.sizing import LayerGroup, StateArray
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-LLAMA_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 8192,
-}
 
 
 def sizes(model_type, layers, heads, kv_heads, hidden, **others):
@@ -128,9 +120,9 @@ def test_groups_name_kind_size_heads_and_layers():
 def test_plan_of_windows_counts_what_stays_in_the_window():
     facts, text = describe_plan(SIZED["Gemma-3-27B"][0], "64GiB")
     needed = facts["sequence_nbytes"]
-    assert needed["kvpool"] == 131072 * 62 * 8192 and needed["mlx_lm"] == (131072 * 10 + 1024 * 52) * 8192
+    assert needed["kvpool"] == 131072 * 62 * 8192
     assert needed["layer_groups"] == (131072 * 10 + (1024 + 16) * 52) * 8192
-    assert facts["num_sequences"]["131072"] == {"kvpool": 1, "layer_groups": 6, "mlx_lm": 6}
+    assert facts["num_sequences"]["131072"] == {"kvpool": 1, "layer_groups": 6}
     assert "last 1024" in text and "62.00 GiB  in one table" in text
 
 

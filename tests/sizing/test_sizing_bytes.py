@@ -7,14 +7,12 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
-from held_bytes import KINDS, computed, measured
-from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
+from held_bytes import computed, measured
 from tiny_files import build, gather_mm
 
 from benchmarks.tiny_families import OWN, config_of
 from kvpool.adapters.mlx_lm.shapes import inspect_model
 from kvpool.model_config import layer_groups, refusal_of
-from kvpool.sizing import LayerGroup
 
 REFUSED = "deepseek_v41"  # one latent stands for several tokens
 
@@ -52,20 +50,3 @@ def test_plan_of_every_file_refuses_one_table_where_install_does(name):
 def test_bytes_are_the_same_when_values_are_computed(name, monkeypatch):
     monkeypatch.setattr(mx, "gather_mm", gather_mm)
     assert difference(name, (70,), compute=True) is None
-
-
-@pytest.mark.parametrize("make", [RotatingKVCache, ChunkedKVCache])
-@pytest.mark.parametrize("size", [1, 2, 24, 256, 300, 2048, 3000])
-def test_rows_of_a_cache_follow_from_the_length_alone(make, size):
-    group = LayerGroup(KINDS[make], (0,), "float16", size=size, num_kv_heads=1, head_dim=1, v_head_dim=1)
-    for num_tokens in (1, 2, 24, 25, 255, 256, 257, 300, 302, 2048, 2049, 2050, 2051, 3001, 4097, 4098, 6200):
-        if make is RotatingKVCache and size == 1 and num_tokens > 1:
-            continue
-        cache, held = make(size), 0
-        while held < num_tokens:
-            new = min(2048, num_tokens - 1 - held) or 1
-            if make is ChunkedKVCache:
-                cache.maybe_trim_front()
-            cache.update_and_fetch(*[mx.zeros((1, 1, new, 1), mx.float16)] * 2)
-            held += new
-        assert group.num_held_by_mlx_lm(num_tokens) == cache.keys.shape[2], num_tokens

@@ -1,4 +1,4 @@
-"""`DiskStore`: restarts, the quota, the budget of a day, the queue, clocks."""
+"""`DiskStore`: restarts, the quota, the queue, clocks."""
 
 import errno
 import os
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvpool.store import BlockLayout, DiskStore, Layout, disk, outbox
-from kvpool.store import folder as folder_module
 from kvpool.store import segment_format as form
 from kvpool.store.segment_format import Index
 from kvpool.testing import stores as kit
@@ -101,88 +100,6 @@ def test_amplification_of_writes_is_small(tmp_path):
     assert held(tmp_path / "store") == stats.written_nbytes
 
 
-def test_budget_of_a_day_is_kept_across_restarts(tmp_path, caplog):
-    budget, written = 4 * SEGMENT, 0
-    for seed in range(6):
-        store = opened(tmp_path / "store", write_nbytes_per_day=budget)
-        store.store(blocks_of(seed, 10), kit.content(LAYOUT, blocks_of(seed, 10)))
-        assert store.drain(60)
-        store.close()
-        written += store.stats()["disk"].written_nbytes
-        assert written <= budget
-    assert written > budget - SEGMENT
-    stats = store.stats()["disk"]
-    assert (stats.dropped, stats.errors) == (10, 0)
-    assert f"the budget of {budget} bytes per day is used up" in caplog.records[-1].getMessage()
-    assert held(tmp_path / "store") == written
-
-
-class Clock:
-    """The module `time` of a folder, with another time of day."""
-
-    def __init__(self):
-        self.now = 1_000_000_000.0
-        self.monotonic, self.sleep, self.time_ns = time.monotonic, time.sleep, time.time_ns
-
-    def time(self):
-        return self.now
-
-
-def test_budget_comes_back_with_the_hours_and_not_with_a_clock_that_went_back(tmp_path, monkeypatch):
-    clock, budget = Clock(), 2 * SEGMENT
-    monkeypatch.setattr(folder_module, "time", clock)
-
-    def written(seed, now):
-        clock.now = now
-        store = opened(tmp_path / "store", write_nbytes_per_day=budget)
-        store.store(blocks_of(seed, 8), kit.content(LAYOUT, blocks_of(seed, 8)))
-        assert store.drain(60)
-        store.close()
-        return store.stats()["disk"].written_nbytes
-
-    start, hour = clock.now, 3600.0
-    first = written(1, start)
-    assert SEGMENT < first <= budget
-    assert int((start + 23.5 * hour) // hour) - int(start // hour) == 24  # in the last half hour of these 24
-    for now in (start + hour, start + 23.5 * hour, start - 100 * hour, start - 90 * hour, start - 1e5 * hour):
-        assert first + written(2, now) <= budget
-    assert written(3, start) > SEGMENT  # a jump of more than a day forward looks like that day
-    assert found_all(tmp_path / "store", 3)
-
-
-def test_bytes_count_in_the_hour_in_which_they_are_written(tmp_path, monkeypatch):
-    """Also those of a segment that began long before, whose writer is never heard of again."""
-    clock, budget = Clock(), 2 * SEGMENT
-    monkeypatch.setattr(folder_module, "time", clock)
-    slow = opened(tmp_path / "store", write_nbytes_per_day=budget)
-    kit.stores(slow, blocks_of(1, 1))
-    before = slow.stats()["disk"].written_nbytes
-    clock.now += 11 * 3600
-    kit.stores(slow, blocks_of(2, 3))
-    late = slow.stats()["disk"].written_nbytes - before
-    assert late == 3 * RECORD
-    clock.now += 14 * 3600  # 25 hours after the segment began, 14 after it was written
-    store = opened(tmp_path / "store", write_nbytes_per_day=budget)
-    store.store(blocks_of(3), kit.content(LAYOUT, blocks_of(3)))
-    assert store.drain(60)
-    assert budget - SEGMENT < late + store.stats()["disk"].written_nbytes <= budget
-    for each in (slow, store):
-        each.close()
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", "x", '{"x": 1}', '{"1": Infinity}', '{"999999999": -9e9}', "[" * 500_000]
-)
-def test_damaged_account_of_the_budget_stops_nobody_and_gives_no_more(tmp_path, content):
-    opened(tmp_path / "store").close()
-    (tmp_path / "store" / "written.json").touch(0o600)
-    (tmp_path / "store" / "written.json").write_text(content)
-    store = opened(tmp_path / "store", write_nbytes_per_day=2 * SEGMENT)
-    store.store(blocks_of(1), kit.content(LAYOUT, blocks_of(1)))
-    store.close()
-    assert SEGMENT < store.stats()["disk"].written_nbytes <= 2 * SEGMENT
-
-
 def test_files_deleted_under_a_store_are_misses_and_it_goes_on(tmp_path):
     store = opened(tmp_path / "store")
     kit.stores(store, blocks_of(1))
@@ -215,14 +132,6 @@ def test_error_of_the_writer_that_nobody_foresaw_loses_one_block(tmp_path, monke
     assert "planted" in caplog.text
     kit.loads(store, blocks, range(1, 20))
     store.close()
-
-
-def found_all(path, seed):
-    store = opened(path)
-    try:
-        return kit.loads(store, blocks_of(seed, 8)).any()
-    finally:
-        store.close()
 
 
 def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
@@ -306,8 +215,6 @@ WIDE = 1 << 40
         (None, {"max_nbytes": True}, TypeError, "max_nbytes must be an int, got bool"),
         (None, {"max_nbytes": 1e9}, TypeError, "max_nbytes must be an int, got float"),
         (None, {"max_nbytes": 5000}, ValueError, "max_nbytes is 5000, the least for this layout is"),
-        (None, {"write_nbytes_per_day": 0}, ValueError, "write_nbytes_per_day is 0"),
-        (None, {"write_nbytes_per_day": 100}, ValueError, "write_nbytes_per_day is 100, the least"),
         (None, {"queue_nbytes": 3999}, ValueError, "queue_nbytes is 3999, the least for this layout is 4000"),
         (None, {"segment_nbytes": 4000}, ValueError, "segment_nbytes is 4000, the least"),
         (None, {"segment_nbytes": 1 << 24}, ValueError, "max_nbytes is 16777216, the least"),

@@ -18,7 +18,7 @@ def test_example_of_the_page_runs(tmp_path, monkeypatch):
 
 def test_page_has_every_command_and_every_file(tmp_path):
     assert set(re.findall(r"^    kvpool store (\w+) ", PAGE, re.MULTILINE)) == set(command.COMMANDS)
-    store = DiskStore(str(tmp_path / "store"), kit.LAYOUT, 1 << 24, write_nbytes_per_day=1 << 24)
+    store = DiskStore(str(tmp_path / "store"), kit.LAYOUT, 1 << 24)
     kit.stores(store, kit.LAYOUT.blocks(kit.prompt(1))[0])
     names = {re.sub("^[0-9a-f]{16}", "<16 hex>", file.name) for file in (tmp_path / "store").iterdir()}
     store.close()

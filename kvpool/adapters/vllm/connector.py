@@ -43,7 +43,7 @@ PATIENCE = 1.0  # seconds that a request waits to hear what the store has
 PIECE = 64  # blocks that a load reads at a time
 NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SAMPLE = 1 << 16  # bytes of a file of weights that its fingerprint reads at each of 16 places
-OPTIONS = {"path", "max_nbytes", "write_nbytes_per_day", "reserve_nbytes", "weights"}
+OPTIONS = {"path", "max_nbytes", "reserve_nbytes", "weights"}
 stores: dict[str, tuple[Layout, BlockStore]] = {}  # of this process: scheduler and worker may share one
 
 

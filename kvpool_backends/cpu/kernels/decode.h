@@ -293,13 +293,6 @@ KV_INLINE void lanes_values(kv_dtype dtype, const int rows, const decoding *run,
     for (int64_t g = 0, d = 0; g < groups; g++) {
         const float *weights = (is_quantized ? run->scaled + g * run->lanes * ROOM : run->scores) + i * ROOM;
         const int64_t end = is_quantized ? (g + 1) * plane->group_size : dim;
-        float spread[SPREAD == 1 ? 1 : LANES * ROOM * VL];
-        if (SPREAD == VL) {
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t w = r * ROOM; w < r * ROOM + count; w += VL)
-                    v_spread(v_load(weights + w), spread + w * VL);
-            weights = spread;
-        }
         if (is_quantized) starts = run->shifts + i * groups + g;
         for (; ARE_REGISTERS_MANY && d + 2 * PAIR <= end; d += 2 * PAIR)
             weigh(dtype, rows, 2, 0, tokens, count, offset, d, stride, weights, decay, acc, starts, groups, ahead);

@@ -1,25 +1,20 @@
 /* The two inner loops of decode, on registers: scores of a few tokens against a few queries, and weighted sums of V.
  *
- * Elements go in pairs of vectors: for bfloat16 and numbers of 4 bits, and for float16 where no instruction converts
- * it, the even and the odd ones of 2 * VL (a shift, a mask: no shuffle), else the first and the second VL. Queries are
- * stored in that order, results come out in it; a dot product does not mind.
+ * Elements go in pairs of vectors: for bfloat16 and numbers of 4 bits the even and the odd ones of 2 * VL (a shift, a
+ * mask: no shuffle), else the first and the second VL. Queries are stored in that order, results come out in it; a dot
+ * product does not mind.
  */
 enum { PAIR = 2 * VL, LANES = 4 }; /* queries at once */
 /* What suits the machine. FETCHES_EVENLY: lines are prefetched one by one, at an even pace and row by row, because
  * Zen 3 drops prefetches that come faster than its memory answers. VALUES: tokens of a turn of the loop over values.
- * SPREAD: floats of a weight; VL where no instruction loads one number into all lanes: a tile's are laid out once.
  * LAYOUT: of a pool for which nobody has chosen one. */
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON)
 /* keys at once: of 32 registers 16 are sums, 8 a pair of each key */
-enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, CONVERTS_F16 = 1, FETCHES_EVENLY = 0, VALUES = 1, SPREAD = 1 };
+enum { TOKENS = 4, ARE_REGISTERS_MANY = 1, FETCHES_EVENLY = 0, VALUES = 1 };
 #define LAYOUT "NHD"
-#elif defined(KV_SIMD_AVX2)
-/* of 16, 12 are sums, 3 half a pair of each key, 1 of a query */
-enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 1, FETCHES_EVENLY = 1, VALUES = 2, SPREAD = 1 };
-#define LAYOUT "HND"
 #else
-/* without fused multiplications products take one, too */
-enum { TOKENS = 2, ARE_REGISTERS_MANY = 0, CONVERTS_F16 = 0, FETCHES_EVENLY = 1, VALUES = 2, SPREAD = VL };
+/* of 16, 12 are sums, 3 half a pair of each key, 1 of a query */
+enum { TOKENS = 3, ARE_REGISTERS_MANY = 0, FETCHES_EVENLY = 1, VALUES = 2 };
 #define LAYOUT "HND"
 #endif
 
@@ -27,13 +22,8 @@ typedef struct { vf a, b; } vpair;
 
 static int64_t padded(int64_t dim) { return (dim + PAIR - 1) / PAIR * PAIR; }
 
-/* Whether a pair is the even and the odd elements, halves of lanes as they lie in memory. */
-KV_INLINE int is_in_halves(kv_dtype dtype) { return dtype == KV_BF16 || (dtype == KV_F16 && !CONVERTS_F16); }
-
-KV_INLINE vpair pair_from_halves(kv_dtype dtype, vu bits) {
-    if (dtype == KV_F16) return (vpair){v_from_upper_f16((vi)(bits << 16)), v_from_upper_f16((vi)bits)};
-    return (vpair){(vf)(bits << 16), (vf)(bits & 0xffff0000u)};
-}
+/* Of bfloat16: halves of lanes as they lie in memory. */
+KV_INLINE vpair pair_from_halves(vu bits) { return (vpair){(vf)(bits << 16), (vf)(bits & 0xffff0000u)}; }
 
 KV_INLINE vpair pair_load(kv_dtype dtype, const char *p) {
     if (dtype == KV_U8)
@@ -42,10 +32,10 @@ KV_INLINE vpair pair_load(kv_dtype dtype, const char *p) {
         const vi both = v_load_bytes(p);
         return (vpair){__builtin_convertvector(both & 15, vf), __builtin_convertvector(both >> 4, vf)};
     }
-    if (!is_in_halves(dtype)) return (vpair){v_load_as(dtype, p), v_load_as(dtype, p + VL * kv_itemsize(dtype))};
+    if (dtype != KV_BF16) return (vpair){v_load_as(dtype, p), v_load_as(dtype, p + VL * kv_itemsize(dtype))};
     vu bits;
     memcpy(&bits, p, sizeof bits);
-    return pair_from_halves(dtype, bits);
+    return pair_from_halves(bits);
 }
 
 /* One vector of a pair. */
@@ -65,22 +55,22 @@ KV_INLINE vf half_load(kv_dtype dtype, const char *p, const int half) {
 
 /* The first n < PAIR elements, then zeros. */
 KV_INLINE vpair pair_load_n(kv_dtype dtype, const char *p, int64_t n) {
-    if (!is_in_halves(dtype)) {
+    if (dtype != KV_BF16) {
         const int64_t first = n < VL ? n : VL;
         return (vpair){v_load_n_as(dtype, p, first), v_load_n_as(dtype, p + first * kv_itemsize(dtype), n - first)};
     }
 #if defined(KV_SIMD_AVX512)
-    return pair_from_halves(dtype, (vu)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p));
+    return pair_from_halves((vu)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p));
 #else
     vu bits = {0};
     memcpy(&bits, p, 2 * (size_t)n);
-    return pair_from_halves(dtype, bits);
+    return pair_from_halves(bits);
 #endif
 }
 
 /* A pair as it is stored, from its elements in order, or back to them. */
 KV_INLINE void pair_shuffle(kv_dtype dtype, const float *in, float *out, const int is_back) {
-    const int in_turns = is_in_halves(dtype) || dtype == KV_U4;
+    const int in_turns = dtype == KV_BF16 || dtype == KV_U4;
     for (int i = 0; i < PAIR; i++) {
         const int place = in_turns ? i / 2 + i % 2 * VL : i;
         out[is_back ? i : place] = in[is_back ? place : i];
@@ -88,9 +78,7 @@ KV_INLINE void pair_shuffle(kv_dtype dtype, const float *in, float *out, const i
 }
 
 /* The sums across lanes of TOKENS vectors, then anything. */
-KV_INLINE four sums_of_tokens(const vf *sum) {
-    return v_sum4(sum[0], sum[1], sum[TOKENS > 2 ? 2 : 0], sum[TOKENS - 1]); /* of 2, each is computed once */
-}
+KV_INLINE four sums_of_tokens(const vf *sum) { return v_sum4(sum[0], sum[1], sum[2], sum[TOKENS - 1]); }
 
 /* Rows that are fetched for the next phase: the `nbytes` from `offset` on of each, `step` of them with each pair of
  * elements of a token that is worked on (0: no more). Then where an even pace has got to, and the bytes due. */
@@ -195,7 +183,7 @@ KV_INLINE void scores_of_some(kv_dtype dtype, const int rows, const char *const 
     }
 }
 
-/* sum[r] += weights[r * ROOM * SPREAD] * v for `pairs` pairs of elements, the last one of `tail` elements if that is
+/* sum[r] += weights[r * ROOM] * v for `pairs` pairs of elements, the last one of `tail` elements if that is
  * not 0. */
 KV_INLINE void add_values(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *v,
                           const float *weights, vpair sum[4][2]) {
@@ -205,7 +193,7 @@ KV_INLINE void add_values(kv_dtype dtype, const int rows, const int pairs, int64
         : pair_load_n(dtype, v, tail);
     KV_UNROLL
     for (int r = 0; r < rows; r++) {
-        const vf weight = SPREAD == 1 ? v_set(weights[r * ROOM]) : v_load(weights + r * ROOM * SPREAD);
+        const vf weight = v_set(weights[r * ROOM]);
         KV_UNROLL
         for (int i = 0; i < pairs; i++) {
             sum[r][i].a = v_fma(weight, value[i].a, sum[r][i].a);
@@ -215,9 +203,9 @@ KV_INLINE void add_values(kv_dtype dtype, const int rows, const int pairs, int64
 }
 
 /* For `rows` <= 4 queries: acc[r] = decay[r] * acc[r] + sum over the tile's tokens of weights[r * ROOM + t] * v[t], for
- * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. Each weight is
- * there SPREAD times. The sum begins at 0, or at starts[r * starts_stride]: so the error grows with the number of tiles
- * plus the length of one. Meanwhile as many rows are fetched. */
+ * the `pairs` (1 or 2) pairs of elements from d on; the last one has `tail` elements if that is not 0. The sum
+ * begins at 0, or at starts[r * starts_stride]: so the error grows with the number of tiles plus the length of one.
+ * Meanwhile as many rows are fetched. */
 KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t tail, const char *const *tokens,
                      int64_t count, int64_t offset, int64_t d, int64_t stride, const float *weights, const float *decay,
                      float *acc, const float *starts, int64_t starts_stride, fetching *ahead) {
@@ -238,11 +226,11 @@ KV_INLINE void weigh(kv_dtype dtype, const int rows, const int pairs, int64_t ta
         KV_UNROLL
         for (int i = 0; i < VALUES; i++) {
             if (FETCHES_EVENLY && i % pace == 0) fetch_evenly(ahead, pace * pairs * step);
-            add_values(dtype, rows, pairs, tail, tokens[t + i] + offset, weights + (t + i) * SPREAD, sum);
+            add_values(dtype, rows, pairs, tail, tokens[t + i] + offset, weights + t + i, sum);
         }
     }
     for (; VALUES > 1 && t < count; t++)
-        add_values(dtype, rows, pairs, tail, tokens[t] + offset, weights + t * SPREAD, sum);
+        add_values(dtype, rows, pairs, tail, tokens[t] + offset, weights + t, sum);
     KV_UNROLL
     for (int r = 0; r < rows; r++)
         KV_UNROLL

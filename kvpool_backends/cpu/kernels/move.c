@@ -82,12 +82,6 @@ static int layer_pieces(const kv_layer *layer, piece *out) {
     return count + plane_pieces(layer, &layer->v, out + count);
 }
 
-/* The keys and values of `interleaved` alternate in one array: for who moves both, one plane of longer heads. */
-static int is_interleaved(const piece *k, const piece *v) {
-    return k->base + k->run == v->base && k->run == v->run && k->head == 2 * k->run && v->head == k->head &&
-           v->slot == k->slot && v->block == k->block;
-}
-
 /* -------- sweeps: some blocks, all layers and planes -------- */
 
 typedef struct sweep sweep;
@@ -134,11 +128,7 @@ static axis bytes_of(const piece *p) { return (axis){p->run, 1, 1}; }
 static void copy_visit(const sweep *job, const kv_layer *layer, int index, int64_t row) {
     const int64_t *copy = job->rows + 3 * row;
     piece pieces[MOST_PIECES], *p = &pieces[index];
-    const int half = layer_pieces(layer, pieces) / 2;
-    if (is_interleaved(&pieces[index % half], &pieces[index % half + half])) {
-        if (index >= half) return;
-        p->run *= 2;
-    }
+    layer_pieces(layer, pieces);
     const axis tokens = {copy[2], p->slot, p->slot}, heads = {layer->num_kv_heads, p->head, p->head};
     copy_box(p->base + copy[1] * p->block, p->base + copy[0] * p->block, tokens, heads, bytes_of(p), 1);
 }

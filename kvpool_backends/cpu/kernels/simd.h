@@ -261,12 +261,6 @@ KV_INLINE four v_sum4(vf a, vf b, vf c, vf d) {
     return sums;
 }
 
-/* VL vectors, the i-th with x[i] in all lanes. */
-KV_INLINE void v_spread(vf x, float *to) {
-    KV_UNROLL
-    for (int i = 0; i < VL; i++) v_store(to + i * VL, v_set(x[i]));
-}
-
 /* -------- functions -------- */
 
 /* c[0] * x^(n - 1) + ... + c[n - 1]; n is a constant. */
@@ -317,13 +311,6 @@ KV_INLINE vh v_to_bf16(vf x) {
     return __builtin_convertvector((bits + more) >> 16 | (is_nan & 0x40), vh);
 }
 
-/* Float16 in the upper halves of the lanes, below which there is anything. Exponents differ by 112, which a
- * multiplication repairs, subnormals included; infinity and NaN by hand. */
-KV_INLINE vf v_from_upper_f16(vi x) {
-    const vi moved = (x >> 3) & (int32_t)0x8fffe000, is_special = (moved & 0x0f800000) == 0x0f800000;
-    return (vf)((vi)((vf)moved * 0x1p112f) | (is_special & 0x7f800000));
-}
-
 KV_INLINE vf v_from_f16(vh bits) {
 #if defined(KV_SIMD_AVX512)
     return _mm512_cvtph_ps((__m256i)bits);
@@ -332,7 +319,9 @@ KV_INLINE vf v_from_f16(vh bits) {
 #elif defined(KV_SIMD_NEON)
     return vcvt_f32_f16((float16x4_t)bits);
 #else
-    return v_from_upper_f16((vi)(__builtin_convertvector(bits, vu) << 16));
+    /* Exponents differ by 112, which a multiplication repairs, subnormals included; infinity and NaN by hand. */
+    const vi x = (vi)(__builtin_convertvector(bits, vu) << 16), moved = (x >> 3) & (int32_t)0x8fffe000;
+    return (vf)((vi)((vf)moved * 0x1p112f) | (((moved & 0x0f800000) == 0x0f800000) & 0x7f800000));
 #endif
 }
 
