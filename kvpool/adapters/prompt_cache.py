@@ -40,7 +40,6 @@ from kvpool.adapters.dense_caches import (
     register_cache,
     rows_of,
     shared,
-    single,
 )
 from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex
 from kvpool.adapters.prompt_store import PromptStore
@@ -63,6 +62,9 @@ _GUARD = 16  # tokens at the end of a prompt that the next turn may rewrite, as 
 _log = logging.getLogger(__name__)
 
 
+_Tokens = list[int] | np.ndarray
+
+
 class Fetched(tuple[Any, int]):
     """What `PromptCache.fetch` returns: caches and their length. `extra` is what `insert` was given."""
 
@@ -80,7 +82,7 @@ class _Sequence:
     handle: int
     parent: int | bytes
     length: int
-    tail: np.ndarray
+    tail: list[int]
     kind: str
     kept: list[Any]
     kept_nbytes: int
@@ -92,9 +94,9 @@ class _Sequence:
         """Whether a shorter prefix can be made of it."""
         return _can_cut(self.layout, self.kept)
 
-    def is_prefix_of(self, known: np.ndarray) -> bool:
+    def is_prefix_of(self, known: _Tokens) -> bool:
         """Whether a prompt that has its whole blocks begins with it."""
-        return np.array_equal(self.tail, known[self.length - len(self.tail) : self.length])
+        return self.tail == _listed(known[self.length - len(self.tail) : self.length])
 
 
 class _Hit(NamedTuple):
@@ -102,7 +104,7 @@ class _Hit(NamedTuple):
 
     length: int
     layout: CacheLayout
-    blocks: list[int]
+    blocks: np.ndarray
     sequence: _Sequence | None
 
 
@@ -387,36 +389,42 @@ class PromptCache:
         take: bool = False,
         load: bool = True,
     ) -> _Found | None:
-        known, spans = self._known_to_fetch(tokens, media)
-        if self._stored is not None and load:
+        known: Any = tokens
+        spans: list[tuple[int, int]] = []
+        stored = self._stored if load else None
+        is_plain = isinstance(tokens, (list, np.ndarray)) and not (media or self._atoms or stored)
+        if not is_plain or not self._layouts:
+            known, spans = self._known("fetch", tokens, media)  # else the pool takes them as they are, much faster
+        if stored is not None:
             text = min((start + 1 for start, _ in spans), default=None)  # a span leaves more than one token to compute
-            self._load(self._stored, known[:text], namespace)
+            self._load(stored, known[:text], namespace)
         with self._lock:
-            begin = list(tokens[:BLOCK])
-            self._arrival.wait_for(lambda: begin not in self._coming, _PATIENCE)
+            if self._coming:
+                begin = list(tokens[:BLOCK])
+                self._arrival.wait_for(lambda: begin not in self._coming, _PATIENCE)
             try:
                 hit = self._longest(known, namespace, spans, whole)
-            except (TypeError, ValueError):  # a list with what is no token
+            except (TypeError, ValueError):  # there is what is no token
                 known, spans = self._known("fetch", tokens, media)
                 hit = self._longest(known, namespace, spans, whole)
             if hit is None:
                 return None
-            one = hit.sequence
-            media_end, extra = self._extras.get(hit.blocks[-1] if hit.blocks else -1, (0, None))
+            one, layout = hit.sequence, hit.layout
+            media_end, extra = self._extras.get(int(hit.blocks[-1]), (0, None)) if len(hit.blocks) else (0, None)
             if hit.length < media_end:
                 extra = None
-            rows = [self._index.rows[block] for block in hit.blocks]
-            kept = [] if hit.layout.is_dense or one is None else one.kept
+            rows = self._index.rows[hit.blocks].tolist()
+            kept = [] if layout.is_dense or one is None else one.kept
             excess = one.length - hit.length if kept and one is not None else 0
             if one is not None:
                 self._order[one.kind].move_to_end(id(one))
                 extra = one.extra if kept else extra
                 if take and one.length == hit.length:
                     self._drop(one)
-        kept = [copied(cache, shared, role) for cache, role in zip(kept, hit.layout.roles, strict=bool(kept))]
+        kept = [copied(cache, shared, role) for cache, role in zip(kept, layout.roles, strict=True)] if kept else kept
         for cache in kept if excess else ():
             cache.trim(excess)
-        return _Found(hit.length, hit.layout, rows, kept, extra)
+        return _Found(hit.length, layout, rows, kept, extra)
 
     def _load(self, stored: PromptStore, known: np.ndarray, namespace: bytes) -> None:
         """Insert the part of a prompt that the store has and the cache lacks. Other calls do not wait for the store."""
@@ -429,62 +437,52 @@ class PromptCache:
             rows = lambda first, end: iter(found.rows[(first - have) // BLOCK :])  # noqa: E731
             self._insert(stored.layout, known[: found.length], rows, found.kept, namespace, have)
 
-    def _longest(self, known: np.ndarray, namespace: bytes, spans: list[tuple[int, int]], whole: bool) -> _Hit | None:
-        hits = [self._longest_of(each, self._root(each, namespace), known, spans, whole) for each in self._layouts]
-        return max((hit for hit in hits if hit is not None), key=lambda hit: hit.length, default=None)
-
-    def _longest_of(
-        self, layout: CacheLayout, root: bytes, known: np.ndarray, spans: list[tuple[int, int]], whole: bool
-    ) -> _Hit | None:
-        blocks = self._index.path(root, known)
-        for one in self._ends.get(blocks[-1] if blocks else root, ()) if whole else ():
-            if one.length == len(known) and one.is_prefix_of(known):
-                return _Hit(one.length, layout, self._index.pool.table(one.handle).tolist(), one)
-        if layout.is_dense:
-            return self._cut(layout, root, known, blocks, spans)
-        for count in (*(n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self._ends), 0):
-            hit = self._behind(layout, known, blocks[:count], blocks[count - 1] if count else root, spans)
-            if hit is not None:
-                return hit
-        return None
-
-    def _behind(
-        self,
-        layout: CacheLayout,
-        known: np.ndarray,
-        blocks: list[int],
-        parent: int | bytes,
-        spans: list[tuple[int, int]],
-    ) -> _Hit | None:
-        """Return the longest hit of a sequence that is kept whole and ends behind `parent`."""
+    def _longest(self, known: _Tokens, namespace: bytes, spans: list[tuple[int, int]], whole: bool) -> _Hit | None:
+        """Return the longest hit of all layouts. With `whole` no token is left where a sequence ends with the last."""
         best: _Hit | None = None
-        behind = known[BLOCK * len(blocks) :][:BLOCK]
-        for one in self._ends.get(parent, ()):
-            common = _common(one.tail, behind)
-            length = min(BLOCK * len(blocks) + common, len(known) - 1)
-            fits = length == one.length or (one.can_cut and common > 0)
-            is_longer = best is None or length > best.length
-            if fits and is_longer and (length or one.can_cut) and _outside(length, spans) == length:
-                best = _Hit(length, layout, blocks + self._index.pool.table(one.handle)[len(blocks) :].tolist(), one)
+        for layout, name in self._layouts.items():
+            find = self._cut if layout.is_dense else self._ended
+            hit = find(layout, name + namespace, known, spans, whole)
+            if hit is not None and (best is None or hit.length > best.length):
+                best = hit
         return best
 
     def _cut(
-        self,
-        layout: CacheLayout,
-        root: bytes,
-        known: np.ndarray,
-        blocks: list[int],
-        spans: list[tuple[int, int]],
+        self, layout: CacheLayout, root: bytes, known: _Tokens, spans: list[tuple[int, int]], whole: bool
     ) -> _Hit | None:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
-        length = BLOCK * len(blocks)
-        nearest, common = self._index.nearest(blocks[-1] if blocks else root, known[length:])
-        length = _outside(max(0, min(length + common, len(known) - 1)), spans)
-        blocks = [*blocks, *([nearest] if common else [])][: -(-length // BLOCK)]
-        parents: list[int | bytes] = [root, *blocks]
-        ends = (one for parent in parents[-2:] for one in self._ends.get(parent, ()))
+        blocks = self._index.path(root, known)
+        parent = int(blocks[-1]) if len(blocks) else root
+        nearest, common = self._index.nearest(parent, _listed(known[BLOCK * len(blocks) :][:BLOCK]))
+        most = len(known)
+        if not (whole and any(one.length == most and one.is_prefix_of(known) for one in self._ends.get(parent, ()))):
+            most -= 1
+        length = _outside(max(0, min(BLOCK * len(blocks) + common, most)), spans)
+        if common:
+            blocks = np.append(blocks, nearest)
+        full = length // BLOCK
+        ends = self._ends.get(int(blocks[full - 1]) if full else root, ())
         used = next((one for one in ends if one.length <= length and one.is_prefix_of(known)), None)
-        return _Hit(length, layout, blocks, used) if length else None
+        return _Hit(length, layout, blocks[: -(-length // BLOCK)], used) if length else None
+
+    def _ended(
+        self, layout: CacheLayout, root: bytes, known: _Tokens, spans: list[tuple[int, int]], whole: bool
+    ) -> _Hit | None:
+        """Return the longest hit of a sequence that is kept whole, from the last block behind which one ends."""
+        blocks = self._index.path(root, known)
+        best, length = None, -1
+        for count in (*(np.flatnonzero(self._index.is_end[blocks])[::-1] + 1).tolist(), 0):
+            behind = _listed(known[BLOCK * count :][:BLOCK])
+            for one in self._ends.get(int(blocks[count - 1]) if count else root, ()):
+                common = _common(one.tail, behind)
+                most = len(known) - (not (whole and one.length == len(known)))
+                reach = min(BLOCK * count + common, most)
+                fits = reach == one.length or (one.can_cut and common > 0)
+                if fits and reach > length and (reach or one.can_cut) and _outside(reach, spans) == reach:
+                    best, length = one, reach
+            if best is not None:
+                return _Hit(length, layout, self._index.pool.table(best.handle)[: -(-length // BLOCK)], best)
+        return None
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -498,7 +496,7 @@ class PromptCache:
         extra: Any,
     ) -> bool:
         known, spans = self._known("insert", tokens, media)
-        leaves, tree = leaves_of([single(cache) for cache in caches])
+        leaves, tree = leaves_of(caches)
         if all(map(is_empty, leaves)):
             return False
         places = {place for cache in leaves if (place := place_of(cache)) is not None}
@@ -575,9 +573,9 @@ class PromptCache:
             if not self._make_room(nbytes, len(copies), kept_nbytes):
                 index.close(handle)
                 return False
-            for one in self._replaced(layout, root, known[:length], index.pool.table(handle).tolist(), kept):
+            for one in self._replaced(layout, root, known[:length], index.pool.table(handle), kept):
                 self._drop(one)
-            tail = known[length - length % BLOCK : length].copy()
+            tail = known[length - length % BLOCK : length].tolist()
             one = _Sequence(layout, handle, root, length, tail, kind, ours, kept_nbytes, own, extra)
             self._publish(root, known[:length], copies, one, max((stop for _, stop in spans), default=0))
             if kept_nbytes and layout.row_nbytes:
@@ -591,8 +589,9 @@ class PromptCache:
     def _publish(self, root: bytes, known: np.ndarray, rows: list[mx.array], one: _Sequence, media_end: int) -> None:
         """Make a sequence known: an open row of the pool whose first blocks are known, and the rows of the others."""
         blocks = self._index.put(root, one.handle, known, rows)
-        full = len(known) // BLOCK
-        one.parent = blocks[full - 1] if full else root
+        if full := len(known) // BLOCK:
+            one.parent = blocks[full - 1]
+            self._index.is_end[one.parent] = True
         self._ends.setdefault(one.parent, []).append(one)
         self._order[one.kind][id(one)] = one
         self._nbytes += one.nbytes + sum(map(self._index.nbytes_of, blocks[len(blocks) - len(rows) :]))
@@ -602,11 +601,11 @@ class PromptCache:
         self._trim_sequences(self.max_size)
 
     def _replaced(
-        self, layout: CacheLayout, root: bytes, known: np.ndarray, blocks: list[int], kept: Sequence[Any]
+        self, layout: CacheLayout, root: bytes, known: np.ndarray, blocks: np.ndarray, kept: Sequence[Any]
     ) -> list[_Sequence]:
         """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
         can_cut = _can_cut(layout, kept)
-        parents: list[int | bytes] = [root, *blocks]
+        parents = [root, *blocks[self._index.is_end[blocks]].tolist()]
         ends = (one for parent in parents for one in self._ends.get(parent, ()))
         return [one for one in ends if (can_cut or one.length == len(known)) and one.is_prefix_of(known)]
 
@@ -646,6 +645,8 @@ class PromptCache:
         self._ends[one.parent].remove(one)
         if not self._ends[one.parent]:
             del self._ends[one.parent]
+            if isinstance(one.parent, int):
+                self._index.is_end[one.parent] = False
         del self._order[one.kind][id(one)]
         self._nbytes -= one.nbytes
         self._kept_nbytes -= one.kept_nbytes
@@ -718,14 +719,6 @@ class PromptCache:
             known[places] = _MAX_ATOM - self._atom(token, adds)
         return known.astype(np.int32, copy=False), spans
 
-    def _known_to_fetch(self, tokens: Sequence[int], media: Sequence[tuple[int, int, Hashable]]) -> tuple[Any, Any]:
-        """Return `_known`, or a list as it is: the pool takes it in a tenth of the time that an array takes to make.
-
-        As long as no media are known, no number that stands for any is found.
-        """
-        is_plain = type(tokens) is list and not media and not self._atoms and self._stored is None
-        return (tokens, []) if is_plain and self._layouts else self._known("fetch", tokens, media)
-
     def _atom(self, name: Hashable, adds: bool) -> int:
         with self._lock:
             return self._atoms.setdefault(name, len(self._atoms)) if adds else self._atoms.get(name, _UNKNOWN)
@@ -752,11 +745,12 @@ def _outside(length: int, spans: list[tuple[int, int]]) -> int:
     return length
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    count = min(len(a), len(b))
-    differ = a[:count] != b[:count]
-    first = int(differ.argmax()) if count else 0
-    return first if count and differ[first] else count
+def _listed(tokens: _Tokens) -> list[int]:
+    return tokens if isinstance(tokens, list) else tokens.tolist()
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next((number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _can_cut(layout: CacheLayout, kept: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ the rows of each block, and which blocks lie behind it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,8 +31,10 @@ class BlockIndex:
     ----------
     pool : Pool
         Its sequences hold blocks. What it calls a namespace is the root of a tree of blocks.
-    rows : dict of int to array
-        What the blocks in use hold.
+    rows : ndarray of array
+        What each block holds, None if it is not in use.
+    is_end : ndarray of bool
+        Of each block, whether a sequence ends behind it, before another one is full. The caller's.
     """
 
     def __init__(self, num_blocks: int, max_sequences: int) -> None:
@@ -40,7 +43,8 @@ class BlockIndex:
         )
         self._prefix: Any = self.pool.prefix
         self._plan = kvpool.Plan(self.pool, 1, num_blocks * BLOCK, formats=())
-        self.rows: dict[int, mx.array] = {}
+        self.rows = np.empty(num_blocks, object)
+        self.is_end = np.zeros(num_blocks, bool)
         self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
         self._parents: dict[int, int | bytes] = {}
         self._after: dict[int | bytes, int | dict[int, None]] = {}  # one block, or some
@@ -50,17 +54,17 @@ class BlockIndex:
         """Blocks that no sequence has."""
         return self.pool.blocks.num_free - self.pool.blocks.num_blank
 
-    def path(self, root: bytes, known: np.ndarray) -> list[int]:
+    def path(self, root: bytes, known: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the whole blocks that a prompt begins with. They become the most recent."""
         handle = self._prefix.pin(known, root)
-        blocks: list[int] = self.pool.table(handle).tolist()
+        blocks = self.pool.table(handle)
         self._prefix.unpin(handle)
         return blocks
 
-    def nearest(self, parent: int | bytes, behind: np.ndarray) -> tuple[int, int]:
+    def nearest(self, parent: int | bytes, behind: list[int]) -> tuple[int, int]:
         """Return the block behind `parent` that begins with the most of these tokens, and how many these are."""
-        after, behind = self._after.get(parent), behind[:BLOCK]
-        if after is None or not len(behind):
+        after = self._after.get(parent)
+        if after is None or not behind:
             return -1, 0
         blocks = [after] if isinstance(after, int) else list(after)
         same = self._tokens[blocks, : len(behind)] == behind
@@ -85,7 +89,7 @@ class BlockIndex:
             tokens = np.full(len(new) * BLOCK, -1, np.int32)
             tokens[: len(known) - begin] = known[begin:]
             self._tokens[new] = tokens.reshape(-1, BLOCK)
-            self.rows.update(zip(new, rows, strict=True))
+            self.rows[new] = np.fromiter(rows, object, len(rows))
             self._parents.update(zip(new, [parent, *new[:-1]], strict=True))
             after = self._after.setdefault(parent, new[0])
             if isinstance(after, dict):
@@ -116,7 +120,7 @@ class BlockIndex:
 
     def _clear(self, block: int) -> tuple[int, int]:
         nbytes = self.nbytes_of(block)
-        del self.rows[block]
+        self.rows[block] = None
         parent = self._parents.pop(block)
         after = self._after.get(parent)
         if isinstance(after, dict) and len(after) > 1:
