@@ -100,22 +100,18 @@ class _Sequence:
 
 
 class _Hit(NamedTuple):
-    """`length` tokens that are known: whole blocks, then a part of the last one."""
+    """`length` tokens that are known: whole blocks, then a part of the last one.
+
+    `rows` and `kept` are references to all that it needs, so that others may evict it meanwhile.
+    """
 
     length: int
     layout: CacheLayout
     blocks: np.ndarray
     sequence: _Sequence | None
-
-
-class _Found(NamedTuple):
-    """A hit with references to all that it needs, so that others may evict it meanwhile."""
-
-    length: int
-    layout: CacheLayout
-    rows: list[mx.array]
-    kept: list[Any]
-    extra: Any
+    rows: list[mx.array] = []  # noqa: RUF012
+    kept: list[Any] = []  # noqa: RUF012
+    extra: Any = None
 
 
 class PromptCache:
@@ -155,14 +151,9 @@ class PromptCache:
         max_size: int | None = None,
         checkpoint_bytes: int | None = None,
     ) -> None:
-        for name, value in (("max_bytes", max_bytes), ("max_size", max_size), ("checkpoint_bytes", checkpoint_bytes)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                raise TypeError(f"[PromptCache] {name} must be an int, got {type(value).__name__}")
-            if value is not None and value < 0:
-                raise ValueError(f"[PromptCache] {name} is {value}, it must not be negative")
-        self.max_bytes = max_bytes
-        self.max_size = _MAX_SEQUENCES if max_size is None else min(max_size, _MAX_SEQUENCES)
-        self.checkpoint_bytes = max_bytes if checkpoint_bytes is None else checkpoint_bytes
+        self.max_bytes = _limit("PromptCache", "max_bytes", max_bytes)
+        self.max_size = min(_limit("PromptCache", "max_size", max_size), _MAX_SEQUENCES)
+        self.checkpoint_bytes = _limit("PromptCache", "checkpoint_bytes", checkpoint_bytes)
         self._stored = None if store is None else PromptStore(store)
         self._promoter = ThreadPoolExecutor(1, thread_name_prefix="kvpool-promote")
         self._lock = threading.RLock()
@@ -170,10 +161,8 @@ class PromptCache:
         self._coming: list[Sequence[int]] = []  # how the sequences begin that are being inserted
         self._index: BlockIndex  # from the first layout on
         self._layouts: dict[CacheLayout, bytes] = {}
-        self._ends: dict[int | bytes, list[_Sequence]] = {}  # behind a block, before another one is full
-        self._extras: dict[int, tuple[int, Any]] = {}  # of blocks: where media end, what came with them
         self._order: dict[str, OrderedDict[int, _Sequence]] = {kind: OrderedDict() for kind in TYPES}
-        self._nbytes = 0
+        self._nbytes = 0  # of sequences and insertions, not of blocks
         self._kept_nbytes = 0
         self._spacing = 1
         self._names: dict[Hashable, bytes] = {}
@@ -353,7 +342,7 @@ class PromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes that it holds: arrays, and the index of those that have rows or states."""
-        return self._nbytes
+        return self._nbytes + (self._index.nbytes if self._layouts else 0)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Let sequences go until there are at most so many, with at most so many bytes in all."""
@@ -362,6 +351,21 @@ class PromptCache:
                 self._trim_sequences(max(0, n_sequences))
             if n_bytes is not None:
                 self._make_room(self.max_bytes - max(0, n_bytes))
+
+    def resize(self, max_bytes: int) -> None:
+        """Hold at most so many bytes from now on. What leaves first goes at once, and its memory is free.
+
+        A budget that grows has room for four times the blocks of the first one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `max_bytes` is not an int, or negative. State unchanged.
+        """
+        with self._lock:
+            self.max_bytes = _limit("resize", "max_bytes", max_bytes)
+            self._make_room(0)
+        mx.clear_cache()
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Return sequences and bytes per type. A shared block counts for the first type that has it."""
@@ -388,7 +392,7 @@ class PromptCache:
         whole: bool = False,
         take: bool = False,
         load: bool = True,
-    ) -> _Found | None:
+    ) -> _Hit | None:
         known: Any = tokens
         spans: list[tuple[int, int]] = []
         stored = self._stored if load else None
@@ -410,10 +414,10 @@ class PromptCache:
             if hit is None:
                 return None
             one, layout = hit.sequence, hit.layout
-            media_end, extra = self._extras.get(int(hit.blocks[-1]), (0, None)) if len(hit.blocks) else (0, None)
+            rows = self._index.rows.take(hit.blocks).tolist()
+            media_end, extra = self._index.extras.get(int(hit.blocks[-1]), (0, None)) if rows else (0, None)
             if hit.length < media_end:
                 extra = None
-            rows = self._index.rows[hit.blocks].tolist()
             kept = [] if layout.is_dense or one is None else one.kept
             excess = one.length - hit.length if kept and one is not None else 0
             if one is not None:
@@ -424,7 +428,7 @@ class PromptCache:
         kept = [copied(cache, shared, role) for cache, role in zip(kept, layout.roles, strict=True)] if kept else kept
         for cache in kept if excess else ():
             cache.trim(excess)
-        return _Found(hit.length, layout, rows, kept, extra)
+        return _Hit(hit.length, layout, hit.blocks, one, rows, kept, extra)
 
     def _load(self, stored: PromptStore, known: np.ndarray, namespace: bytes) -> None:
         """Insert the part of a prompt that the store has and the cache lacks. Other calls do not wait for the store."""
@@ -453,36 +457,33 @@ class PromptCache:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
         blocks = self._index.path(root, known)
         parent = int(blocks[-1]) if len(blocks) else root
-        nearest, common = self._index.nearest(parent, _listed(known[BLOCK * len(blocks) :][:BLOCK]))
-        most = len(known)
-        if not (whole and any(one.length == most and one.is_prefix_of(known) for one in self._ends.get(parent, ()))):
+        nearest, common = self._index.nearest(parent, _behind(known, len(blocks)))
+        most, ends = len(known), self._index.ends
+        if not (whole and any(one.length == most and one.is_prefix_of(known) for one in ends.get(parent, ()))):
             most -= 1
         length = _outside(max(0, min(BLOCK * len(blocks) + common, most)), spans)
         if common:
             blocks = np.append(blocks, nearest)
         full = length // BLOCK
-        ends = self._ends.get(int(blocks[full - 1]) if full else root, ())
-        used = next((one for one in ends if one.length <= length and one.is_prefix_of(known)), None)
+        near = ends.get(int(blocks[full - 1]) if full else root, ())
+        used = next((one for one in near if one.length <= length and one.is_prefix_of(known)), None)
         return _Hit(length, layout, blocks[: -(-length // BLOCK)], used) if length else None
 
     def _ended(
         self, layout: CacheLayout, root: bytes, known: _Tokens, spans: list[tuple[int, int]], whole: bool
     ) -> _Hit | None:
-        """Return the longest hit of a sequence that is kept whole, from the last block behind which one ends."""
+        """Return the longest hit of a sequence that is kept whole."""
         blocks = self._index.path(root, known)
-        best, length = None, -1
-        for count in (*(np.flatnonzero(self._index.is_end[blocks])[::-1] + 1).tolist(), 0):
-            behind = _listed(known[BLOCK * count :][:BLOCK])
-            for one in self._ends.get(int(blocks[count - 1]) if count else root, ()):
-                common = _common(one.tail, behind)
-                most = len(known) - (not (whole and one.length == len(known)))
-                reach = min(BLOCK * count + common, most)
-                fits = reach == one.length or (one.can_cut and common > 0)
-                if fits and reach > length and (reach or one.can_cut) and _outside(reach, spans) == reach:
-                    best, length = one, reach
-            if best is not None:
-                return _Hit(length, layout, self._index.pool.table(best.handle)[: -(-length // BLOCK)], best)
-        return None
+        best, length = None, 0
+        for count, one in self._index.ending(root, blocks):
+            common = _common(one.tail, _behind(known, count))
+            reach = min(BLOCK * count + common, len(known) - (not (whole and one.length == len(known))))
+            fits = reach == one.length or (one.can_cut and common > 0)
+            if fits and (best is None or reach > length) and (reach or one.can_cut) and _outside(reach, spans) == reach:
+                best, length = one, reach
+        if best is None:
+            return None
+        return _Hit(length, layout, self._index.pool.table(best.handle)[: -(-length // BLOCK)], best)
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -555,18 +556,17 @@ class PromptCache:
             if not (fits and (length or not len(known)) and self._make_room(nbytes, count, kept_nbytes)):
                 index.close(handle)
                 return False
-            self._nbytes += nbytes
-            self._kept_nbytes += kept_nbytes
+            self._reserve(nbytes, kept_nbytes)
         try:
             copies = list(islice(rows(begin, length), count)) if block_nbytes else [mx.array([], mx.uint64)] * count
             ours = [copied(cache, owned, role) for cache, role in zip(kept, layout.roles, strict=True)]
         except BaseException:
             with self._lock:
-                self._unreserve(nbytes, kept_nbytes)
+                self._reserve(-nbytes, -kept_nbytes)
                 index.close(handle)
             raise
         with self._lock:
-            self._unreserve(nbytes, kept_nbytes)
+            self._reserve(-nbytes, -kept_nbytes)
             later = index.open(root, known[:length])  # what others have inserted meanwhile
             index.close(handle)
             handle, copies = later, copies[(index.pool.num_tokens(later) - begin) // BLOCK :]
@@ -582,22 +582,20 @@ class PromptCache:
                 self._spacing = 3 * kept_nbytes // layout.row_nbytes
         return True
 
-    def _unreserve(self, nbytes: int, kept_nbytes: int) -> None:
-        self._nbytes -= nbytes
-        self._kept_nbytes -= kept_nbytes
+    def _reserve(self, nbytes: int, kept_nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._kept_nbytes += kept_nbytes
 
     def _publish(self, root: bytes, known: np.ndarray, rows: list[mx.array], one: _Sequence, media_end: int) -> None:
         """Make a sequence known: an open row of the pool whose first blocks are known, and the rows of the others."""
         blocks = self._index.put(root, one.handle, known, rows)
         if full := len(known) // BLOCK:
             one.parent = blocks[full - 1]
-            self._index.is_end[one.parent] = True
-        self._ends.setdefault(one.parent, []).append(one)
+        self._index.end(one.parent, one)
         self._order[one.kind][id(one)] = one
-        self._nbytes += one.nbytes + sum(map(self._index.nbytes_of, blocks[len(blocks) - len(rows) :]))
-        self._kept_nbytes += one.kept_nbytes
+        self._reserve(one.nbytes, one.kept_nbytes)
         if one.extra is not None and one.layout.is_dense:
-            self._extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
+            self._index.extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
         self._trim_sequences(self.max_size)
 
     def _replaced(
@@ -605,15 +603,14 @@ class PromptCache:
     ) -> list[_Sequence]:
         """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
         can_cut = _can_cut(layout, kept)
-        parents = [root, *blocks[self._index.is_end[blocks]].tolist()]
-        ends = (one for parent in parents for one in self._ends.get(parent, ()))
+        ends = (one for _, one in self._index.ending(root, blocks))
         return [one for one in ends if (can_cut or one.length == len(known)) and one.is_prefix_of(known)]
 
     # ------------------------------------------------------------------------------------------ what leaves first
 
     def _make_room(self, nbytes: int, blocks: int = 0, kept_nbytes: int = 0) -> bool:
         """Let blocks go, then sequences, until there is room for so many bytes and blocks. False: there is not."""
-        if kept_nbytes > self.checkpoint_bytes:
+        if kept_nbytes > self.checkpoint_bytes or nbytes > self.max_bytes:
             return False
         while self._kept_nbytes + kept_nbytes > self.checkpoint_bytes:
             kept = (one for order in self._order.values() for one in order.values() if one.kept_nbytes)
@@ -622,34 +619,21 @@ class PromptCache:
             self._drop(one)
         while True:
             lacking = blocks - self._index.pool.blocks.num_blank if blocks else 0
-            excess = self._nbytes + nbytes - self.max_bytes
+            excess = self.nbytes + nbytes - self.max_bytes
             if max(lacking, excess) <= 0:
                 return True
             if self._index.num_idle:
-                self._evict(max(lacking, excess // self._block_nbytes, 1))
+                self._index.evict(max(lacking, excess // self._block_nbytes, 1))
             elif len(self):
                 self._drop(self._oldest())
             else:
                 return False
 
-    def _evict(self, count: int) -> None:
-        for block, nbytes in self._index.evict(count):
-            self._nbytes -= nbytes
-            self._extras.pop(block, None)
-
     def _drop(self, one: _Sequence) -> None:
         """Close a sequence: its whole blocks stay until something else needs their room."""
-        for block, nbytes in self._index.close(one.handle):
-            self._nbytes -= nbytes
-            self._extras.pop(block, None)
-        self._ends[one.parent].remove(one)
-        if not self._ends[one.parent]:
-            del self._ends[one.parent]
-            if isinstance(one.parent, int):
-                self._index.is_end[one.parent] = False
+        self._index.close(one.handle, one.parent, one)
         del self._order[one.kind][id(one)]
-        self._nbytes -= one.nbytes
-        self._kept_nbytes -= one.kept_nbytes
+        self._reserve(-one.nbytes, -one.kept_nbytes)
 
     def _oldest(self) -> _Sequence:
         """Return the sequence that leaves first, as in mlx-lm: its type must not be rarer than the next one."""
@@ -662,7 +646,7 @@ class PromptCache:
     def _trim_sequences(self, count: int) -> None:
         while len(self) > count:
             self._drop(self._oldest())
-            self._evict(self._index.num_idle)
+            self._index.evict(self._index.num_idle)
 
     # --------------------------------------------------------------------------------------------- internals
 
@@ -724,6 +708,15 @@ class PromptCache:
             return self._atoms.setdefault(name, len(self._atoms)) if adds else self._atoms.get(name, _UNKNOWN)
 
 
+def _limit(call: str, name: str, value: int | None) -> int:
+    """Return a number of bytes or sequences; None: any."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise TypeError(f"[{call}] {name} must be an int, got {type(value).__name__}")
+    if value is not None and value < 0:
+        raise ValueError(f"[{call}] {name} is {value}, it must not be negative")
+    return 1 << 63 if value is None else value
+
+
 def _numbers(call: str, tokens: Sequence[int]) -> np.ndarray:
     """Return tokens as integers of some width."""
     if isinstance(tokens, list):
@@ -745,6 +738,11 @@ def _outside(length: int, spans: list[tuple[int, int]]) -> int:
     return length
 
 
+def _behind(known: _Tokens, count: int) -> list[int]:
+    """Return the tokens of the block behind so many."""
+    return _listed(known[BLOCK * count : BLOCK * (count + 1)])
+
+
 def _listed(tokens: _Tokens) -> list[int]:
     return tokens if isinstance(tokens, list) else tokens.tolist()
 
@@ -758,7 +756,7 @@ def _can_cut(layout: CacheLayout, kept: Sequence[Any]) -> bool:
     return layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
 
 
-def _caches(found: _Found | None) -> Fetched:
+def _caches(found: _Hit | None) -> Fetched:
     if found is None:
         return Fetched((None, 0))
     hit = Fetched((caches_of(found.layout, found.rows, found.kept, found.length), found.length))

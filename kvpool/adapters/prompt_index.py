@@ -6,7 +6,7 @@ the rows of each block, and which blocks lie behind it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,8 +33,12 @@ class BlockIndex:
         Its sequences hold blocks. What it calls a namespace is the root of a tree of blocks.
     rows : ndarray of array
         What each block holds, None if it is not in use.
-    is_end : ndarray of bool
-        Of each block, whether a sequence ends behind it, before another one is full. The caller's.
+    ends : dict
+        Block or root: what the caller has of the sequences that end behind it, before another block is full.
+    extras : dict
+        What else the caller keeps of a block, as long as it is in use.
+    nbytes : int
+        Bytes of the blocks in use, those of the index included.
     """
 
     def __init__(self, num_blocks: int, max_sequences: int) -> None:
@@ -44,7 +48,10 @@ class BlockIndex:
         self._prefix: Any = self.pool.prefix
         self._plan = kvpool.Plan(self.pool, 1, num_blocks * BLOCK, formats=())
         self.rows = np.empty(num_blocks, object)
-        self.is_end = np.zeros(num_blocks, bool)
+        self.ends: dict[int | bytes, list[Any]] = {}
+        self.extras: dict[int, Any] = {}
+        self.nbytes = 0
+        self._is_end = np.zeros(num_blocks, bool)
         self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
         self._parents: dict[int, int | bytes] = {}
         self._after: dict[int | bytes, int | dict[int, None]] = {}  # one block, or some
@@ -72,6 +79,18 @@ class BlockIndex:
         best = int(counts.argmax())
         return blocks[best], int(counts[best])
 
+    def ending(self, root: bytes, blocks: np.ndarray) -> Iterator[tuple[int, Any]]:
+        """Yield what ends behind one of these blocks, or the root, and how many blocks are before; the last first."""
+        for count in (*(np.flatnonzero(self._is_end[blocks])[::-1] + 1).tolist(), 0):
+            for one in self.ends.get(int(blocks[count - 1]) if count else root, ()):
+                yield count, one
+
+    def end(self, parent: int | bytes, one: Any) -> None:
+        """Take something that ends behind `parent`."""
+        self.ends.setdefault(parent, []).append(one)
+        if isinstance(parent, int):
+            self._is_end[parent] = True
+
     def open(self, root: bytes, known: np.ndarray) -> int:
         """Open a sequence with the whole blocks that are known."""
         full = len(known) - len(known) % BLOCK
@@ -97,35 +116,42 @@ class BlockIndex:
             elif after != new[0]:
                 self._after[parent] = {after: None, new[0]: None}
             self._after.update(pairwise(new))
+            self.nbytes += sum(map(self.nbytes_of, new))
         return blocks
 
-    def close(self, handle: int) -> list[tuple[int, int]]:
-        """Close a sequence. Its whole blocks stay until they are evicted. Return what went, and its bytes."""
+    def close(self, handle: int, parent: int | bytes = b"", one: Any = None) -> None:
+        """Close a sequence, and forget what ends with it. Its whole blocks stay until they are evicted."""
         length = self.pool.num_tokens(handle)
         tail = self.pool.table(handle)[length // BLOCK :].tolist()
         self.pool.close(handle)
-        return list(map(self._clear, tail))
+        self._clear(tail)
+        if one is not None:
+            self.ends[parent].remove(one)
+            if not self.ends[parent]:
+                del self.ends[parent]
+                if isinstance(parent, int):
+                    self._is_end[parent] = False
 
-    def evict(self, count: int) -> list[tuple[int, int]]:
-        """Evict blocks that no sequence has, the least recently used first. Return them and their bytes."""
+    def evict(self, count: int) -> None:
+        """Evict blocks that no sequence has, the least recently used first."""
         before = self.pool.blocks.num_blank
         self.pool.blocks.evict(count)
-        gone = self.pool.blocks.free_order(self.pool.blocks.num_blank - before)  # what was evicted is taken next
-        return list(map(self._clear, gone.tolist()))
+        self._clear(self.pool.blocks.free_order(self.pool.blocks.num_blank - before).tolist())  # they are taken next
 
     def nbytes_of(self, block: int) -> int:
         """Bytes of a block, those of the index included."""
         nbytes = self.rows[block].nbytes
         return nbytes + INDEX_NBYTES if nbytes else 0
 
-    def _clear(self, block: int) -> tuple[int, int]:
-        nbytes = self.nbytes_of(block)
-        self.rows[block] = None
-        parent = self._parents.pop(block)
-        after = self._after.get(parent)
-        if isinstance(after, dict) and len(after) > 1:
-            after.pop(block, None)
-        elif after == block or (isinstance(after, dict) and block in after):
-            del self._after[parent]
-        self._after.pop(block, None)
-        return block, nbytes
+    def _clear(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.nbytes -= self.nbytes_of(block)
+            self.rows[block] = None
+            self.extras.pop(block, None)
+            parent = self._parents.pop(block)
+            after = self._after.get(parent)
+            if isinstance(after, dict) and len(after) > 1:
+                after.pop(block, None)
+            elif after == block or (isinstance(after, dict) and block in after):
+                del self._after[parent]
+            self._after.pop(block, None)
