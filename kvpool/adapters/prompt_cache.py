@@ -610,7 +610,7 @@ class PromptCache:
 
     def _make_room(self, nbytes: int, blocks: int = 0, kept_nbytes: int = 0) -> bool:
         """Let blocks go, then sequences, until there is room for so many bytes and blocks. False: there is not."""
-        if kept_nbytes > self.checkpoint_bytes or nbytes > self.max_bytes:
+        if kept_nbytes > self.checkpoint_bytes:
             return False
         while self._kept_nbytes + kept_nbytes > self.checkpoint_bytes:
             kept = (one for order in self._order.values() for one in order.values() if one.kept_nbytes)
