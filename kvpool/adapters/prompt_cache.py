@@ -75,7 +75,8 @@ class Fetched(tuple[Any, int]):
 class _Sequence:
     """An inserted sequence: an open row of the pool, and the caches that are valid at its end only.
 
-    `parent` is its last full block (or the root), `tail` the tokens behind it.
+    `parent` is its last full block (or the root), `tail` the tokens behind it. `can_cut`: a shorter prefix can be made
+    of it.
     """
 
     layout: CacheLayout
@@ -88,11 +89,7 @@ class _Sequence:
     kept_nbytes: int
     nbytes: int
     extra: Any
-
-    @property
-    def can_cut(self) -> bool:
-        """Whether a shorter prefix can be made of it."""
-        return _can_cut(self.layout, self.kept)
+    can_cut: bool
 
     def is_prefix_of(self, known: _Tokens) -> bool:
         """Whether a prompt that has its whole blocks begins with it."""
@@ -437,9 +434,10 @@ class PromptCache:
             begin = BLOCK * len(self._begun(stored.layout).path(self._root(stored.layout, namespace), known))
         found = stored.longest(known, begin, 0 if hit is None else hit.length, namespace)
         if found is not None:
-            have = min(begin, found.length // BLOCK * BLOCK)
-            rows = lambda first, end: iter(found.rows[(first - have) // BLOCK :])  # noqa: E731
-            self._insert(stored.layout, known[: found.length], rows, found.kept, namespace, have)
+            length, loaded, kept = found
+            have = min(begin, length // BLOCK * BLOCK)
+            rows = lambda first, end: iter(loaded[(first - have) // BLOCK :])  # noqa: E731
+            self._insert(stored.layout, known[:length], rows, kept, namespace, have)
 
     def _longest(self, known: _Tokens, namespace: bytes, spans: list[tuple[int, int]], whole: bool) -> _Hit | None:
         """Return the longest hit of all layouts. With `whole` no token is left where a sequence ends with the last."""
@@ -573,10 +571,11 @@ class PromptCache:
             if not self._make_room(nbytes, len(copies), kept_nbytes):
                 index.close(handle)
                 return False
-            for one in self._replaced(layout, root, known[:length], index.pool.table(handle), kept):
-                self._drop(one)
             tail = known[length - length % BLOCK : length].tolist()
-            one = _Sequence(layout, handle, root, length, tail, kind, ours, kept_nbytes, own, extra)
+            can_cut = layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
+            one = _Sequence(layout, handle, root, length, tail, kind, ours, kept_nbytes, own, extra, can_cut)
+            for other in self._replaced(one, known[:length]):
+                self._drop(other)
             self._publish(root, known[:length], copies, one, max((stop for _, stop in spans), default=0))
             if kept_nbytes and layout.row_nbytes:
                 self._spacing = 3 * kept_nbytes // layout.row_nbytes
@@ -598,13 +597,10 @@ class PromptCache:
             self._index.extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
         self._trim_sequences(self.max_size)
 
-    def _replaced(
-        self, layout: CacheLayout, root: bytes, known: np.ndarray, blocks: np.ndarray, kept: Sequence[Any]
-    ) -> list[_Sequence]:
+    def _replaced(self, one: _Sequence, known: np.ndarray) -> list[_Sequence]:
         """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
-        can_cut = _can_cut(layout, kept)
-        ends = (one for _, one in self._index.ending(root, blocks))
-        return [one for one in ends if (can_cut or one.length == len(known)) and one.is_prefix_of(known)]
+        ends = (end for _, end in self._index.ending(one.parent, self._index.pool.table(one.handle)))
+        return [end for end in ends if (one.can_cut or end.length == one.length) and end.is_prefix_of(known)]
 
     # ------------------------------------------------------------------------------------------ what leaves first
 
@@ -749,11 +745,6 @@ def _listed(tokens: _Tokens) -> list[int]:
 
 def _common(a: list[int], b: list[int]) -> int:
     return next((number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _can_cut(layout: CacheLayout, kept: Sequence[Any]) -> bool:
-    """Whether a shorter prefix can be made of a sequence with these caches kept whole."""
-    return layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
 
 
 def _caches(found: _Hit | None) -> Fetched:

@@ -79,7 +79,7 @@ class BlockIndex:
         best = int(counts.argmax())
         return blocks[best], int(counts[best])
 
-    def ending(self, root: bytes, blocks: np.ndarray) -> Iterator[tuple[int, Any]]:
+    def ending(self, root: int | bytes, blocks: np.ndarray) -> Iterator[tuple[int, Any]]:
         """Yield what ends behind one of these blocks, or the root, and how many blocks are before; the last first."""
         for count in (*(np.flatnonzero(self._is_end[blocks])[::-1] + 1).tolist(), 0):
             for one in self.ends.get(int(blocks[count - 1]) if count else root, ()):

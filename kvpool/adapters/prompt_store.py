@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -41,12 +41,7 @@ _SCANNED = 512  # positions that a store is asked about at a time
 _kinds: dict[str, type] = {}  # of the layouts that this process has made
 
 
-class Found(NamedTuple):
-    """The part of a prompt that a store has: its first `length` tokens, the rows that were not known, caches."""
-
-    length: int
-    rows: list[mx.array]
-    kept: list[Any]
+_Found = tuple[int, list[mx.array], list[Any]]
 
 
 def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
@@ -95,8 +90,8 @@ class PromptStore:
         self._has_ends = not self.layout.is_dense
         self._ends = len(store.layout.groups) - 1
 
-    def longest(self, known: np.ndarray, begin: int, least: int, namespace: bytes) -> Found | None:
-        """Load the longest prefix of a prompt that leaves a token to compute.
+    def longest(self, known: np.ndarray, begin: int, least: int, namespace: bytes) -> _Found | None:
+        """Load the longest prefix of a prompt that leaves a token to compute: length, rows that are new, caches.
 
         `begin` tokens, whole blocks, have rows already. None: no prefix here is longer than `least`.
         """
@@ -113,13 +108,13 @@ class PromptStore:
         if not self._has_ends:
             rows = self._rows(blocks[: (reach - begin) // BLOCK]) if reach > least else []
             length = begin + BLOCK * len(rows)
-            return Found(length, rows, []) if length > least else None
+            return (length, rows, []) if length > least else None
         most = min(len(known), reach + BLOCK - 1) if self.layout.row_nbytes else len(known)
         for length, tail, kept in self._states(known[:most], least, namespace):
             whole = max(0, length // BLOCK - begin // BLOCK) if self.layout.row_nbytes else 0
             rows = self._rows(blocks[:whole])
             if len(rows) == whole:
-                return Found(length, rows + tail, kept)
+                return length, rows + tail, kept
         return None
 
     def put(
@@ -150,9 +145,7 @@ class PromptStore:
         rows = np.empty((len(blocks), BLOCK * self.layout.row_nbytes), np.uint8)
         return [_as_row(row) for row in rows[: leading(self.store.load(blocks, rows))]]
 
-    def _states(
-        self, known: np.ndarray, least: int, namespace: bytes
-    ) -> Iterator[tuple[int, list[mx.array], list[Any]]]:
+    def _states(self, known: np.ndarray, least: int, namespace: bytes) -> Iterator[_Found]:
         """Load states of prefixes longer than `least`, the longest first: length, rows of the tail, caches."""
         keys = prefix_keys(known, BLOCK, namespace)
         for stop in range(len(known), least, -_SCANNED):
