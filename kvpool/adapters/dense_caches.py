@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten, tree_map
 
 BLOCK = 16
 """Tokens of a block."""
@@ -63,16 +64,15 @@ class Leaf(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """The parts of a list of caches. Sequences of one layout share blocks."""
+    """The parts of a list of caches. Sequences of one layout share blocks.
+
+    `is_dense`: every cache has a row per token, so any prefix can be cut from them.
+    """
 
     leaves: tuple[Leaf, ...]
     tree: tuple[Any, ...]
     row_nbytes: int
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether every cache has a row per token: any prefix can be cut from them."""
-        return all(leaf.role == "rows" for leaf in self.leaves)
+    is_dense: bool
 
     @property
     def needs_ends(self) -> bool:
@@ -111,7 +111,7 @@ def place_of(cache: Any) -> int | None:
 
 def is_empty(cache: Any) -> bool:
     """Whether a cache holds nothing yet."""
-    return role_of(cache) != "whole" and not _arrays_in(vars(cache))
+    return role_of(cache) != "whole" and not arrays_in(vars(cache))
 
 
 def role_of(cache: Any, windows: bool = True) -> str:
@@ -166,20 +166,14 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, mx.array) or _is_scalar(value)
-
-
-def single(cache: Any) -> Any:
-    """Return the one row of a batch as a cache of its own."""
-    if role_of(cache) == "list":
-        return _list_of(type(cache), map(single, cache.caches))
-    keys = getattr(cache, "keys", None)
-    is_row = isinstance(keys, mx.array) and keys.shape[0] == 1 and hasattr(cache, "left_padding")
-    return cache.extract(0) if is_row else cache
+    return value is None or isinstance(value, (mx.array, int, float, str))
 
 
 def leaves_of(caches: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Return the caches in one list, and the shape of the nested lists: None, or a class and the shape in it."""
+    """Return the caches in one list, and the shape of the nested lists: None, or a class and the shape in it.
+
+    A batch of one row is returned as the cache of that row.
+    """
     leaves: list[Any] = []
     tree: list[Any] = []
     for cache in caches:
@@ -188,26 +182,28 @@ def leaves_of(caches: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
             leaves += below
             tree.append((type(cache), shape))
         else:
-            leaves.append(cache)
+            keys = getattr(cache, "keys", None)
+            is_row = isinstance(keys, mx.array) and keys.shape[0] == 1 and hasattr(cache, "left_padding")
+            leaves.append(cache.extract(0) if is_row else cache)
             tree.append(None)
     return leaves, tuple(tree)
 
 
 def nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:
     """Return caches in the nested lists that they were in."""
-    return [next(leaves) if node is None else _list_of(node[0], nested(node[1], leaves)) for node in tree]
+    return [next(leaves) if node is None else made(node[0], caches=tuple(nested(node[1], leaves))) for node in tree]
 
 
-def _list_of(kind: type, caches: Any) -> Any:
-    made: Any = object.__new__(kind)
-    made.caches = tuple(caches)
-    return made
+def made(kind: type, **fields: Any) -> Any:
+    """Return an object with these attributes."""
+    new: Any = object.__new__(kind)
+    vars(new).update(fields)
+    return new
 
 
 def arrays_of(cache: Any) -> list[mx.array]:
     """Return the arrays of a cache of keys and values."""
-    planes = [cache.keys, cache.values]
-    return [array for plane in planes for array in (plane if isinstance(plane, (list, tuple)) else [plane])]
+    return _leaves_in([cache.keys, cache.values])
 
 
 def layout_of(leaves: list[Any], tree: tuple[Any, ...], windows: bool = True) -> CacheLayout:
@@ -226,7 +222,7 @@ def layout_of(leaves: list[Any], tree: tuple[Any, ...], windows: bool = True) ->
         fields = tuple((name, held[name]) for name in _others(held))
         places = tuple(name for name in _PLACES if name in held)
         found.append(Leaf(type(cache), role, fields, places, tuple(parts)))
-    return CacheLayout(tuple(found), tree, -(-offset // 8) * 8)
+    return CacheLayout(tuple(found), tree, -(-offset // 8) * 8, all(leaf.role == "rows" for leaf in found))
 
 
 def rows_of(layout: CacheLayout, leaves: list[Any], begin: int, end: int) -> Iterator[mx.array]:
@@ -299,12 +295,9 @@ def empty_of(layout: CacheLayout, kept: Sequence[Any]) -> list[Any]:
 
 def _cache_of(leaf: Leaf, planes: list[mx.array], length: int) -> Any:
     """Return a cache with the rows of so many tokens."""
-    cache: Any = object.__new__(leaf.kind)
-    vars(cache).update({"keys": None, "values": None}, **dict(leaf.fields), **dict.fromkeys(leaf.places, length))
     half = len(planes) // 2
-    if half:
-        cache.keys, cache.values = planes if half == 1 else (tuple(planes[:half]), tuple(planes[half:]))
-    return cache
+    keys, values = planes if half == 1 else (tuple(planes[:half]) or None, tuple(planes[half:]) or None)
+    return made(leaf.kind, keys=keys, values=values, **dict(leaf.fields), **dict.fromkeys(leaf.places, length))
 
 
 def _plane(data: mx.array, part: Part, rows: int) -> mx.array:
@@ -318,19 +311,22 @@ def nbytes_of(cache: Any, role: str) -> int:
     """Bytes of a cache that is kept whole, after it is cut to what it needs."""
     if role != "state":
         return int(getattr(cache, "nbytes", 0))
-    return sum(array.nbytes for array in _arrays_in(vars(compact(cache))))
+    return sum(array.nbytes for array in arrays_in(vars(compact(cache))))
 
 
 def evaluate(caches: Sequence[Any]) -> None:
     """Compute all arrays of these caches. Streams of MLX belong to a thread: another one could not do it later."""
-    mx.eval(_arrays_in([getattr(cache, "__dict__", None) for cache in caches]))
+    mx.eval([getattr(cache, "__dict__", None) for cache in caches])
 
 
-def _arrays_in(value: Any) -> list[mx.array]:
-    if isinstance(value, mx.array):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [array for item in items for array in _arrays_in(item)]
+def arrays_in(value: Any) -> list[mx.array]:
+    """Return the arrays in dicts, lists and tuples."""
+    return [item for item in _leaves_in(value) if isinstance(item, mx.array)]
+
+
+def _leaves_in(value: Any) -> list[Any]:
+    flat: Any = tree_flatten(value)
+    return [item for _, item in flat]
 
 
 def compact(cache: Any) -> Any:
@@ -361,17 +357,8 @@ def copied(cache: Any, array: Callable[[mx.array], Any], role: str = "state") ->
     if role != "state":
         return copy.deepcopy(cache)
     twin = copy.copy(compact(cache))
-    vars(twin).update({name: mapped(value, array) for name, value in vars(twin).items()})
+    vars(twin).update(tree_map(lambda each: array(each) if isinstance(each, mx.array) else each, vars(twin)))
     return twin
-
-
-def mapped(value: Any, array: Callable[[mx.array], Any]) -> Any:
-    """Return a value with ``array(x)`` for the arrays in it."""
-    if isinstance(value, dict):
-        return {name: mapped(item, array) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([mapped(item, array) for item in value])
-    return array(value) if isinstance(value, mx.array) else value
 
 
 def owned(array: mx.array) -> mx.array:

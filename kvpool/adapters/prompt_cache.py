@@ -40,7 +40,6 @@ from kvpool.adapters.dense_caches import (
     register_cache,
     rows_of,
     shared,
-    single,
 )
 from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex
 from kvpool.adapters.prompt_store import PromptStore
@@ -63,6 +62,9 @@ _GUARD = 16  # tokens at the end of a prompt that the next turn may rewrite, as 
 _log = logging.getLogger(__name__)
 
 
+_Tokens = list[int] | np.ndarray
+
+
 class Fetched(tuple[Any, int]):
     """What `PromptCache.fetch` returns: caches and their length. `extra` is what `insert` was given."""
 
@@ -73,47 +75,40 @@ class Fetched(tuple[Any, int]):
 class _Sequence:
     """An inserted sequence: an open row of the pool, and the caches that are valid at its end only.
 
-    `parent` is its last full block (or the root), `tail` the tokens behind it.
+    `parent` is its last full block (or the root), `tail` the tokens behind it. `can_cut`: a shorter prefix can be made
+    of it.
     """
 
     layout: CacheLayout
     handle: int
     parent: int | bytes
     length: int
-    tail: np.ndarray
+    tail: list[int]
     kind: str
     kept: list[Any]
     kept_nbytes: int
     nbytes: int
     extra: Any
+    can_cut: bool
 
-    @property
-    def can_cut(self) -> bool:
-        """Whether a shorter prefix can be made of it."""
-        return _can_cut(self.layout, self.kept)
-
-    def is_prefix_of(self, known: np.ndarray) -> bool:
+    def is_prefix_of(self, known: _Tokens) -> bool:
         """Whether a prompt that has its whole blocks begins with it."""
-        return np.array_equal(self.tail, known[self.length - len(self.tail) : self.length])
+        return self.tail == _listed(known[self.length - len(self.tail) : self.length])
 
 
 class _Hit(NamedTuple):
-    """`length` tokens that are known: whole blocks, then a part of the last one."""
+    """`length` tokens that are known: whole blocks, then a part of the last one.
+
+    `rows` and `kept` are references to all that it needs, so that others may evict it meanwhile.
+    """
 
     length: int
     layout: CacheLayout
-    blocks: list[int]
+    blocks: np.ndarray
     sequence: _Sequence | None
-
-
-class _Found(NamedTuple):
-    """A hit with references to all that it needs, so that others may evict it meanwhile."""
-
-    length: int
-    layout: CacheLayout
-    rows: list[mx.array]
-    kept: list[Any]
-    extra: Any
+    rows: list[mx.array] = []  # noqa: RUF012
+    kept: list[Any] = []  # noqa: RUF012
+    extra: Any = None
 
 
 class PromptCache:
@@ -153,14 +148,9 @@ class PromptCache:
         max_size: int | None = None,
         checkpoint_bytes: int | None = None,
     ) -> None:
-        for name, value in (("max_bytes", max_bytes), ("max_size", max_size), ("checkpoint_bytes", checkpoint_bytes)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                raise TypeError(f"[PromptCache] {name} must be an int, got {type(value).__name__}")
-            if value is not None and value < 0:
-                raise ValueError(f"[PromptCache] {name} is {value}, it must not be negative")
-        self.max_bytes = max_bytes
-        self.max_size = _MAX_SEQUENCES if max_size is None else min(max_size, _MAX_SEQUENCES)
-        self.checkpoint_bytes = max_bytes if checkpoint_bytes is None else checkpoint_bytes
+        self.max_bytes = _limit("PromptCache", "max_bytes", max_bytes)
+        self.max_size = min(_limit("PromptCache", "max_size", max_size), _MAX_SEQUENCES)
+        self.checkpoint_bytes = _limit("PromptCache", "checkpoint_bytes", checkpoint_bytes)
         self._stored = None if store is None else PromptStore(store)
         self._promoter = ThreadPoolExecutor(1, thread_name_prefix="kvpool-promote")
         self._lock = threading.RLock()
@@ -168,10 +158,8 @@ class PromptCache:
         self._coming: list[Sequence[int]] = []  # how the sequences begin that are being inserted
         self._index: BlockIndex  # from the first layout on
         self._layouts: dict[CacheLayout, bytes] = {}
-        self._ends: dict[int | bytes, list[_Sequence]] = {}  # behind a block, before another one is full
-        self._extras: dict[int, tuple[int, Any]] = {}  # of blocks: where media end, what came with them
         self._order: dict[str, OrderedDict[int, _Sequence]] = {kind: OrderedDict() for kind in TYPES}
-        self._nbytes = 0
+        self._nbytes = 0  # of sequences and insertions, not of blocks
         self._kept_nbytes = 0
         self._spacing = 1
         self._names: dict[Hashable, bytes] = {}
@@ -351,7 +339,7 @@ class PromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes that it holds: arrays, and the index of those that have rows or states."""
-        return self._nbytes
+        return self._nbytes + (self._index.nbytes if self._layouts else 0)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Let sequences go until there are at most so many, with at most so many bytes in all."""
@@ -360,6 +348,21 @@ class PromptCache:
                 self._trim_sequences(max(0, n_sequences))
             if n_bytes is not None:
                 self._make_room(self.max_bytes - max(0, n_bytes))
+
+    def resize(self, max_bytes: int) -> None:
+        """Hold at most so many bytes from now on. What leaves first goes at once, and its memory is free.
+
+        A budget that grows has room for four times the blocks of the first one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `max_bytes` is not an int, or negative. State unchanged.
+        """
+        with self._lock:
+            self.max_bytes = _limit("resize", "max_bytes", max_bytes)
+            self._make_room(0)
+        mx.clear_cache()
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Return sequences and bytes per type. A shared block counts for the first type that has it."""
@@ -386,37 +389,43 @@ class PromptCache:
         whole: bool = False,
         take: bool = False,
         load: bool = True,
-    ) -> _Found | None:
-        known, spans = self._known_to_fetch(tokens, media)
-        if self._stored is not None and load:
+    ) -> _Hit | None:
+        known: Any = tokens
+        spans: list[tuple[int, int]] = []
+        stored = self._stored if load else None
+        is_plain = isinstance(tokens, (list, np.ndarray)) and not (media or self._atoms or stored)
+        if not is_plain or not self._layouts:
+            known, spans = self._known("fetch", tokens, media)  # else the pool takes them as they are, much faster
+        if stored is not None:
             text = min((start + 1 for start, _ in spans), default=None)  # a span leaves more than one token to compute
-            self._load(self._stored, known[:text], namespace)
+            self._load(stored, known[:text], namespace)
         with self._lock:
-            begin = list(tokens[:BLOCK])
-            self._arrival.wait_for(lambda: begin not in self._coming, _PATIENCE)
+            if self._coming:
+                begin = list(tokens[:BLOCK])
+                self._arrival.wait_for(lambda: begin not in self._coming, _PATIENCE)
             try:
                 hit = self._longest(known, namespace, spans, whole)
-            except (TypeError, ValueError):  # a list with what is no token
+            except (TypeError, ValueError):  # there is what is no token
                 known, spans = self._known("fetch", tokens, media)
                 hit = self._longest(known, namespace, spans, whole)
             if hit is None:
                 return None
-            one = hit.sequence
-            media_end, extra = self._extras.get(hit.blocks[-1] if hit.blocks else -1, (0, None))
+            one, layout = hit.sequence, hit.layout
+            rows = self._index.rows.take(hit.blocks).tolist()
+            media_end, extra = self._index.extras.get(int(hit.blocks[-1]), (0, None)) if rows else (0, None)
             if hit.length < media_end:
                 extra = None
-            rows = [self._index.rows[block] for block in hit.blocks]
-            kept = [] if hit.layout.is_dense or one is None else one.kept
+            kept = [] if layout.is_dense or one is None else one.kept
             excess = one.length - hit.length if kept and one is not None else 0
             if one is not None:
                 self._order[one.kind].move_to_end(id(one))
                 extra = one.extra if kept else extra
                 if take and one.length == hit.length:
                     self._drop(one)
-        kept = [copied(cache, shared, role) for cache, role in zip(kept, hit.layout.roles, strict=bool(kept))]
+        kept = [copied(cache, shared, role) for cache, role in zip(kept, layout.roles, strict=True)] if kept else kept
         for cache in kept if excess else ():
             cache.trim(excess)
-        return _Found(hit.length, hit.layout, rows, kept, extra)
+        return _Hit(hit.length, layout, hit.blocks, one, rows, kept, extra)
 
     def _load(self, stored: PromptStore, known: np.ndarray, namespace: bytes) -> None:
         """Insert the part of a prompt that the store has and the cache lacks. Other calls do not wait for the store."""
@@ -425,66 +434,54 @@ class PromptCache:
             begin = BLOCK * len(self._begun(stored.layout).path(self._root(stored.layout, namespace), known))
         found = stored.longest(known, begin, 0 if hit is None else hit.length, namespace)
         if found is not None:
-            have = min(begin, found.length // BLOCK * BLOCK)
-            rows = lambda first, end: iter(found.rows[(first - have) // BLOCK :])  # noqa: E731
-            self._insert(stored.layout, known[: found.length], rows, found.kept, namespace, have)
+            length, loaded, kept = found
+            have = min(begin, length // BLOCK * BLOCK)
+            rows = lambda first, end: iter(loaded[(first - have) // BLOCK :])  # noqa: E731
+            self._insert(stored.layout, known[:length], rows, kept, namespace, have)
 
-    def _longest(self, known: np.ndarray, namespace: bytes, spans: list[tuple[int, int]], whole: bool) -> _Hit | None:
-        hits = [self._longest_of(each, self._root(each, namespace), known, spans, whole) for each in self._layouts]
-        return max((hit for hit in hits if hit is not None), key=lambda hit: hit.length, default=None)
-
-    def _longest_of(
-        self, layout: CacheLayout, root: bytes, known: np.ndarray, spans: list[tuple[int, int]], whole: bool
-    ) -> _Hit | None:
-        blocks = self._index.path(root, known)
-        for one in self._ends.get(blocks[-1] if blocks else root, ()) if whole else ():
-            if one.length == len(known) and one.is_prefix_of(known):
-                return _Hit(one.length, layout, self._index.pool.table(one.handle).tolist(), one)
-        if layout.is_dense:
-            return self._cut(layout, root, known, blocks, spans)
-        for count in (*(n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self._ends), 0):
-            hit = self._behind(layout, known, blocks[:count], blocks[count - 1] if count else root, spans)
-            if hit is not None:
-                return hit
-        return None
-
-    def _behind(
-        self,
-        layout: CacheLayout,
-        known: np.ndarray,
-        blocks: list[int],
-        parent: int | bytes,
-        spans: list[tuple[int, int]],
-    ) -> _Hit | None:
-        """Return the longest hit of a sequence that is kept whole and ends behind `parent`."""
+    def _longest(self, known: _Tokens, namespace: bytes, spans: list[tuple[int, int]], whole: bool) -> _Hit | None:
+        """Return the longest hit of all layouts. With `whole` no token is left where a sequence ends with the last."""
         best: _Hit | None = None
-        behind = known[BLOCK * len(blocks) :][:BLOCK]
-        for one in self._ends.get(parent, ()):
-            common = _common(one.tail, behind)
-            length = min(BLOCK * len(blocks) + common, len(known) - 1)
-            fits = length == one.length or (one.can_cut and common > 0)
-            is_longer = best is None or length > best.length
-            if fits and is_longer and (length or one.can_cut) and _outside(length, spans) == length:
-                best = _Hit(length, layout, blocks + self._index.pool.table(one.handle)[len(blocks) :].tolist(), one)
+        for layout, name in self._layouts.items():
+            find = self._cut if layout.is_dense else self._ended
+            hit = find(layout, name + namespace, known, spans, whole)
+            if hit is not None and (best is None or hit.length > best.length):
+                best = hit
         return best
 
     def _cut(
-        self,
-        layout: CacheLayout,
-        root: bytes,
-        known: np.ndarray,
-        blocks: list[int],
-        spans: list[tuple[int, int]],
+        self, layout: CacheLayout, root: bytes, known: _Tokens, spans: list[tuple[int, int]], whole: bool
     ) -> _Hit | None:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
-        length = BLOCK * len(blocks)
-        nearest, common = self._index.nearest(blocks[-1] if blocks else root, known[length:])
-        length = _outside(max(0, min(length + common, len(known) - 1)), spans)
-        blocks = [*blocks, *([nearest] if common else [])][: -(-length // BLOCK)]
-        parents: list[int | bytes] = [root, *blocks]
-        ends = (one for parent in parents[-2:] for one in self._ends.get(parent, ()))
-        used = next((one for one in ends if one.length <= length and one.is_prefix_of(known)), None)
-        return _Hit(length, layout, blocks, used) if length else None
+        blocks = self._index.path(root, known)
+        parent = int(blocks[-1]) if len(blocks) else root
+        nearest, common = self._index.nearest(parent, _behind(known, len(blocks)))
+        most, ends = len(known), self._index.ends
+        if not (whole and any(one.length == most and one.is_prefix_of(known) for one in ends.get(parent, ()))):
+            most -= 1
+        length = _outside(max(0, min(BLOCK * len(blocks) + common, most)), spans)
+        if common:
+            blocks = np.append(blocks, nearest)
+        full = length // BLOCK
+        near = ends.get(int(blocks[full - 1]) if full else root, ())
+        used = next((one for one in near if one.length <= length and one.is_prefix_of(known)), None)
+        return _Hit(length, layout, blocks[: -(-length // BLOCK)], used) if length else None
+
+    def _ended(
+        self, layout: CacheLayout, root: bytes, known: _Tokens, spans: list[tuple[int, int]], whole: bool
+    ) -> _Hit | None:
+        """Return the longest hit of a sequence that is kept whole."""
+        blocks = self._index.path(root, known)
+        best, length = None, 0
+        for count, one in self._index.ending(root, blocks):
+            common = _common(one.tail, _behind(known, count))
+            reach = min(BLOCK * count + common, len(known) - (not (whole and one.length == len(known))))
+            fits = reach == one.length or (one.can_cut and common > 0)
+            if fits and (best is None or reach > length) and (reach or one.can_cut) and _outside(reach, spans) == reach:
+                best, length = one, reach
+        if best is None:
+            return None
+        return _Hit(length, layout, self._index.pool.table(best.handle)[: -(-length // BLOCK)], best)
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -498,7 +495,7 @@ class PromptCache:
         extra: Any,
     ) -> bool:
         known, spans = self._known("insert", tokens, media)
-        leaves, tree = leaves_of([single(cache) for cache in caches])
+        leaves, tree = leaves_of(caches)
         if all(map(is_empty, leaves)):
             return False
         places = {place for cache in leaves if (place := place_of(cache)) is not None}
@@ -557,58 +554,53 @@ class PromptCache:
             if not (fits and (length or not len(known)) and self._make_room(nbytes, count, kept_nbytes)):
                 index.close(handle)
                 return False
-            self._nbytes += nbytes
-            self._kept_nbytes += kept_nbytes
+            self._reserve(nbytes, kept_nbytes)
         try:
             copies = list(islice(rows(begin, length), count)) if block_nbytes else [mx.array([], mx.uint64)] * count
             ours = [copied(cache, owned, role) for cache, role in zip(kept, layout.roles, strict=True)]
         except BaseException:
             with self._lock:
-                self._unreserve(nbytes, kept_nbytes)
+                self._reserve(-nbytes, -kept_nbytes)
                 index.close(handle)
             raise
         with self._lock:
-            self._unreserve(nbytes, kept_nbytes)
+            self._reserve(-nbytes, -kept_nbytes)
             later = index.open(root, known[:length])  # what others have inserted meanwhile
             index.close(handle)
             handle, copies = later, copies[(index.pool.num_tokens(later) - begin) // BLOCK :]
             if not self._make_room(nbytes, len(copies), kept_nbytes):
                 index.close(handle)
                 return False
-            for one in self._replaced(layout, root, known[:length], index.pool.table(handle).tolist(), kept):
-                self._drop(one)
-            tail = known[length - length % BLOCK : length].copy()
-            one = _Sequence(layout, handle, root, length, tail, kind, ours, kept_nbytes, own, extra)
+            tail = known[length - length % BLOCK : length].tolist()
+            can_cut = layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
+            one = _Sequence(layout, handle, root, length, tail, kind, ours, kept_nbytes, own, extra, can_cut)
+            for other in self._replaced(one, known[:length]):
+                self._drop(other)
             self._publish(root, known[:length], copies, one, max((stop for _, stop in spans), default=0))
             if kept_nbytes and layout.row_nbytes:
                 self._spacing = 3 * kept_nbytes // layout.row_nbytes
         return True
 
-    def _unreserve(self, nbytes: int, kept_nbytes: int) -> None:
-        self._nbytes -= nbytes
-        self._kept_nbytes -= kept_nbytes
+    def _reserve(self, nbytes: int, kept_nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._kept_nbytes += kept_nbytes
 
     def _publish(self, root: bytes, known: np.ndarray, rows: list[mx.array], one: _Sequence, media_end: int) -> None:
         """Make a sequence known: an open row of the pool whose first blocks are known, and the rows of the others."""
         blocks = self._index.put(root, one.handle, known, rows)
-        full = len(known) // BLOCK
-        one.parent = blocks[full - 1] if full else root
-        self._ends.setdefault(one.parent, []).append(one)
+        if full := len(known) // BLOCK:
+            one.parent = blocks[full - 1]
+        self._index.end(one.parent, one)
         self._order[one.kind][id(one)] = one
-        self._nbytes += one.nbytes + sum(map(self._index.nbytes_of, blocks[len(blocks) - len(rows) :]))
-        self._kept_nbytes += one.kept_nbytes
+        self._reserve(one.nbytes, one.kept_nbytes)
         if one.extra is not None and one.layout.is_dense:
-            self._extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
+            self._index.extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
         self._trim_sequences(self.max_size)
 
-    def _replaced(
-        self, layout: CacheLayout, root: bytes, known: np.ndarray, blocks: list[int], kept: Sequence[Any]
-    ) -> list[_Sequence]:
+    def _replaced(self, one: _Sequence, known: np.ndarray) -> list[_Sequence]:
         """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
-        can_cut = _can_cut(layout, kept)
-        parents: list[int | bytes] = [root, *blocks]
-        ends = (one for parent in parents for one in self._ends.get(parent, ()))
-        return [one for one in ends if (can_cut or one.length == len(known)) and one.is_prefix_of(known)]
+        ends = (end for _, end in self._index.ending(one.parent, self._index.pool.table(one.handle)))
+        return [end for end in ends if (one.can_cut or end.length == one.length) and end.is_prefix_of(known)]
 
     # ------------------------------------------------------------------------------------------ what leaves first
 
@@ -623,32 +615,21 @@ class PromptCache:
             self._drop(one)
         while True:
             lacking = blocks - self._index.pool.blocks.num_blank if blocks else 0
-            excess = self._nbytes + nbytes - self.max_bytes
+            excess = self.nbytes + nbytes - self.max_bytes
             if max(lacking, excess) <= 0:
                 return True
             if self._index.num_idle:
-                self._evict(max(lacking, excess // self._block_nbytes, 1))
+                self._index.evict(max(lacking, excess // self._block_nbytes, 1))
             elif len(self):
                 self._drop(self._oldest())
             else:
                 return False
 
-    def _evict(self, count: int) -> None:
-        for block, nbytes in self._index.evict(count):
-            self._nbytes -= nbytes
-            self._extras.pop(block, None)
-
     def _drop(self, one: _Sequence) -> None:
         """Close a sequence: its whole blocks stay until something else needs their room."""
-        for block, nbytes in self._index.close(one.handle):
-            self._nbytes -= nbytes
-            self._extras.pop(block, None)
-        self._ends[one.parent].remove(one)
-        if not self._ends[one.parent]:
-            del self._ends[one.parent]
+        self._index.close(one.handle, one.parent, one)
         del self._order[one.kind][id(one)]
-        self._nbytes -= one.nbytes
-        self._kept_nbytes -= one.kept_nbytes
+        self._reserve(-one.nbytes, -one.kept_nbytes)
 
     def _oldest(self) -> _Sequence:
         """Return the sequence that leaves first, as in mlx-lm: its type must not be rarer than the next one."""
@@ -661,7 +642,7 @@ class PromptCache:
     def _trim_sequences(self, count: int) -> None:
         while len(self) > count:
             self._drop(self._oldest())
-            self._evict(self._index.num_idle)
+            self._index.evict(self._index.num_idle)
 
     # --------------------------------------------------------------------------------------------- internals
 
@@ -718,17 +699,18 @@ class PromptCache:
             known[places] = _MAX_ATOM - self._atom(token, adds)
         return known.astype(np.int32, copy=False), spans
 
-    def _known_to_fetch(self, tokens: Sequence[int], media: Sequence[tuple[int, int, Hashable]]) -> tuple[Any, Any]:
-        """Return `_known`, or a list as it is: the pool takes it in a tenth of the time that an array takes to make.
-
-        As long as no media are known, no number that stands for any is found.
-        """
-        is_plain = type(tokens) is list and not media and not self._atoms and self._stored is None
-        return (tokens, []) if is_plain and self._layouts else self._known("fetch", tokens, media)
-
     def _atom(self, name: Hashable, adds: bool) -> int:
         with self._lock:
             return self._atoms.setdefault(name, len(self._atoms)) if adds else self._atoms.get(name, _UNKNOWN)
+
+
+def _limit(call: str, name: str, value: int | None) -> int:
+    """Return a number of bytes or sequences; None: any."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise TypeError(f"[{call}] {name} must be an int, got {type(value).__name__}")
+    if value is not None and value < 0:
+        raise ValueError(f"[{call}] {name} is {value}, it must not be negative")
+    return 1 << 63 if value is None else value
 
 
 def _numbers(call: str, tokens: Sequence[int]) -> np.ndarray:
@@ -752,19 +734,20 @@ def _outside(length: int, spans: list[tuple[int, int]]) -> int:
     return length
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    count = min(len(a), len(b))
-    differ = a[:count] != b[:count]
-    first = int(differ.argmax()) if count else 0
-    return first if count and differ[first] else count
+def _behind(known: _Tokens, count: int) -> list[int]:
+    """Return the tokens of the block behind so many."""
+    return _listed(known[BLOCK * count : BLOCK * (count + 1)])
 
 
-def _can_cut(layout: CacheLayout, kept: Sequence[Any]) -> bool:
-    """Whether a shorter prefix can be made of a sequence with these caches kept whole."""
-    return layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
+def _listed(tokens: _Tokens) -> list[int]:
+    return tokens if isinstance(tokens, list) else tokens.tolist()
 
 
-def _caches(found: _Found | None) -> Fetched:
+def _common(a: list[int], b: list[int]) -> int:
+    return next((number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _caches(found: _Hit | None) -> Fetched:
     if found is None:
         return Fetched((None, 0))
     hit = Fetched((caches_of(found.layout, found.rows, found.kept, found.length), found.length))

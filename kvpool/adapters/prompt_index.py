@@ -6,6 +6,7 @@ the rows of each block, and which blocks lie behind it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,8 +31,14 @@ class BlockIndex:
     ----------
     pool : Pool
         Its sequences hold blocks. What it calls a namespace is the root of a tree of blocks.
-    rows : dict of int to array
-        What the blocks in use hold.
+    rows : ndarray of array
+        What each block holds, None if it is not in use.
+    ends : dict
+        Block or root: what the caller has of the sequences that end behind it, before another block is full.
+    extras : dict
+        What else the caller keeps of a block, as long as it is in use.
+    nbytes : int
+        Bytes of the blocks in use, those of the index included.
     """
 
     def __init__(self, num_blocks: int, max_sequences: int) -> None:
@@ -40,7 +47,11 @@ class BlockIndex:
         )
         self._prefix: Any = self.pool.prefix
         self._plan = kvpool.Plan(self.pool, 1, num_blocks * BLOCK, formats=())
-        self.rows: dict[int, mx.array] = {}
+        self.rows = np.empty(num_blocks, object)
+        self.ends: dict[int | bytes, list[Any]] = {}
+        self.extras: dict[int, Any] = {}
+        self.nbytes = 0
+        self._is_end = np.zeros(num_blocks, bool)
         self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
         self._parents: dict[int, int | bytes] = {}
         self._after: dict[int | bytes, int | dict[int, None]] = {}  # one block, or some
@@ -50,23 +61,35 @@ class BlockIndex:
         """Blocks that no sequence has."""
         return self.pool.blocks.num_free - self.pool.blocks.num_blank
 
-    def path(self, root: bytes, known: np.ndarray) -> list[int]:
+    def path(self, root: bytes, known: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the whole blocks that a prompt begins with. They become the most recent."""
         handle = self._prefix.pin(known, root)
-        blocks: list[int] = self.pool.table(handle).tolist()
+        blocks = self.pool.table(handle)
         self._prefix.unpin(handle)
         return blocks
 
-    def nearest(self, parent: int | bytes, behind: np.ndarray) -> tuple[int, int]:
+    def nearest(self, parent: int | bytes, behind: list[int]) -> tuple[int, int]:
         """Return the block behind `parent` that begins with the most of these tokens, and how many these are."""
-        after, behind = self._after.get(parent), behind[:BLOCK]
-        if after is None or not len(behind):
+        after = self._after.get(parent)
+        if after is None or not behind:
             return -1, 0
         blocks = [after] if isinstance(after, int) else list(after)
         same = self._tokens[blocks, : len(behind)] == behind
         counts = np.where(same.all(axis=1), len(behind), same.argmin(axis=1))
         best = int(counts.argmax())
         return blocks[best], int(counts[best])
+
+    def ending(self, root: int | bytes, blocks: np.ndarray) -> Iterator[tuple[int, Any]]:
+        """Yield what ends behind one of these blocks, or the root, and how many blocks are before; the last first."""
+        for count in (*(np.flatnonzero(self._is_end[blocks])[::-1] + 1).tolist(), 0):
+            for one in self.ends.get(int(blocks[count - 1]) if count else root, ()):
+                yield count, one
+
+    def end(self, parent: int | bytes, one: Any) -> None:
+        """Take something that ends behind `parent`."""
+        self.ends.setdefault(parent, []).append(one)
+        if isinstance(parent, int):
+            self._is_end[parent] = True
 
     def open(self, root: bytes, known: np.ndarray) -> int:
         """Open a sequence with the whole blocks that are known."""
@@ -85,7 +108,7 @@ class BlockIndex:
             tokens = np.full(len(new) * BLOCK, -1, np.int32)
             tokens[: len(known) - begin] = known[begin:]
             self._tokens[new] = tokens.reshape(-1, BLOCK)
-            self.rows.update(zip(new, rows, strict=True))
+            self.rows[new] = np.fromiter(rows, object, len(rows))
             self._parents.update(zip(new, [parent, *new[:-1]], strict=True))
             after = self._after.setdefault(parent, new[0])
             if isinstance(after, dict):
@@ -93,35 +116,42 @@ class BlockIndex:
             elif after != new[0]:
                 self._after[parent] = {after: None, new[0]: None}
             self._after.update(pairwise(new))
+            self.nbytes += sum(map(self.nbytes_of, new))
         return blocks
 
-    def close(self, handle: int) -> list[tuple[int, int]]:
-        """Close a sequence. Its whole blocks stay until they are evicted. Return what went, and its bytes."""
+    def close(self, handle: int, parent: int | bytes = b"", one: Any = None) -> None:
+        """Close a sequence, and forget what ends with it. Its whole blocks stay until they are evicted."""
         length = self.pool.num_tokens(handle)
         tail = self.pool.table(handle)[length // BLOCK :].tolist()
         self.pool.close(handle)
-        return list(map(self._clear, tail))
+        self._clear(tail)
+        if one is not None:
+            self.ends[parent].remove(one)
+            if not self.ends[parent]:
+                del self.ends[parent]
+                if isinstance(parent, int):
+                    self._is_end[parent] = False
 
-    def evict(self, count: int) -> list[tuple[int, int]]:
-        """Evict blocks that no sequence has, the least recently used first. Return them and their bytes."""
+    def evict(self, count: int) -> None:
+        """Evict blocks that no sequence has, the least recently used first."""
         before = self.pool.blocks.num_blank
         self.pool.blocks.evict(count)
-        gone = self.pool.blocks.free_order(self.pool.blocks.num_blank - before)  # what was evicted is taken next
-        return list(map(self._clear, gone.tolist()))
+        self._clear(self.pool.blocks.free_order(self.pool.blocks.num_blank - before).tolist())  # they are taken next
 
     def nbytes_of(self, block: int) -> int:
         """Bytes of a block, those of the index included."""
         nbytes = self.rows[block].nbytes
         return nbytes + INDEX_NBYTES if nbytes else 0
 
-    def _clear(self, block: int) -> tuple[int, int]:
-        nbytes = self.nbytes_of(block)
-        del self.rows[block]
-        parent = self._parents.pop(block)
-        after = self._after.get(parent)
-        if isinstance(after, dict) and len(after) > 1:
-            after.pop(block, None)
-        elif after == block or (isinstance(after, dict) and block in after):
-            del self._after[parent]
-        self._after.pop(block, None)
-        return block, nbytes
+    def _clear(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.nbytes -= self.nbytes_of(block)
+            self.rows[block] = None
+            self.extras.pop(block, None)
+            parent = self._parents.pop(block)
+            after = self._after.get(parent)
+            if isinstance(after, dict) and len(after) > 1:
+                after.pop(block, None)
+            elif after == block or (isinstance(after, dict) and block in after):
+                del self._after[parent]
+            self._after.pop(block, None)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,8 +28,8 @@ from kvpool.adapters.dense_caches import (
     is_empty,
     layout_of,
     leaves_of,
+    made,
     nbytes_of,
-    single,
 )
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading, prefix_keys
 from kvpool.store.tiers import lacking
@@ -40,12 +41,7 @@ _SCANNED = 512  # positions that a store is asked about at a time
 _kinds: dict[str, type] = {}  # of the layouts that this process has made
 
 
-class Found(NamedTuple):
-    """The part of a prompt that a store has: its first `length` tokens, the rows that were not known, caches."""
-
-    length: int
-    rows: list[mx.array]
-    kept: list[Any]
+_Found = tuple[int, list[mx.array], list[Any]]
 
 
 def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
@@ -63,10 +59,10 @@ def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
     ValueError
         A cache is empty, or of a class that a store cannot have.
     """
-    leaves, tree = leaves_of([single(cache) for cache in caches])
+    leaves, tree = leaves_of(caches)
     layout = layout_of(leaves, tree, windows=False)
     groups = []
-    content = _text(layout)
+    content = json.dumps(_described(layout, []))
     if layout.row_nbytes:
         groups.append(BlockLayout(BLOCK, BLOCK * layout.row_nbytes, content))
     kept = layout.kept_of(leaves)
@@ -75,7 +71,7 @@ def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
             name = type(cache).__name__
             raise ValueError(f"[store_layout] {name} is empty or unknown, caches must hold one token at least")
     if kept:
-        nbytes = BLOCK * layout.row_nbytes + sum(_HEAD + _most_nbytes(cache) for cache in kept)
+        nbytes = BLOCK * layout.row_nbytes + _HEAD + sum(_HEAD + _most_nbytes(cache) for cache in kept)
         releases = sorted({_release(type(cache)) for cache in kept})  # another one may have other fields
         groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"{_ENDS}{', '.join(releases)}: {content}"))
     return Layout(tuple(groups), weights, BLOCK)
@@ -94,8 +90,8 @@ class PromptStore:
         self._has_ends = not self.layout.is_dense
         self._ends = len(store.layout.groups) - 1
 
-    def longest(self, known: np.ndarray, begin: int, least: int, namespace: bytes) -> Found | None:
-        """Load the longest prefix of a prompt that leaves a token to compute.
+    def longest(self, known: np.ndarray, begin: int, least: int, namespace: bytes) -> _Found | None:
+        """Load the longest prefix of a prompt that leaves a token to compute: length, rows that are new, caches.
 
         `begin` tokens, whole blocks, have rows already. None: no prefix here is longer than `least`.
         """
@@ -112,13 +108,13 @@ class PromptStore:
         if not self._has_ends:
             rows = self._rows(blocks[: (reach - begin) // BLOCK]) if reach > least else []
             length = begin + BLOCK * len(rows)
-            return Found(length, rows, []) if length > least else None
+            return (length, rows, []) if length > least else None
         most = min(len(known), reach + BLOCK - 1) if self.layout.row_nbytes else len(known)
         for length, tail, kept in self._states(known[:most], least, namespace):
             whole = max(0, length // BLOCK - begin // BLOCK) if self.layout.row_nbytes else 0
             rows = self._rows(blocks[:whole])
             if len(rows) == whole:
-                return Found(length, rows + tail, kept)
+                return length, rows + tail, kept
         return None
 
     def put(
@@ -147,11 +143,9 @@ class PromptStore:
         if not len(blocks):
             return []
         rows = np.empty((len(blocks), BLOCK * self.layout.row_nbytes), np.uint8)
-        return [_as_row(row, BLOCK) for row in rows[: leading(self.store.load(blocks, rows))]]
+        return [_as_row(row) for row in rows[: leading(self.store.load(blocks, rows))]]
 
-    def _states(
-        self, known: np.ndarray, least: int, namespace: bytes
-    ) -> Iterator[tuple[int, list[mx.array], list[Any]]]:
+    def _states(self, known: np.ndarray, least: int, namespace: bytes) -> Iterator[_Found]:
         """Load states of prefixes longer than `least`, the longest first: length, rows of the tail, caches."""
         keys = prefix_keys(known, BLOCK, namespace)
         for stop in range(len(known), least, -_SCANNED):
@@ -160,7 +154,7 @@ class PromptStore:
             for number in np.flatnonzero(self.store.lookup(names)).tolist():
                 row = np.empty((1, self.store.layout.groups[self._ends].nbytes), np.uint8)
                 if self.store.load(names[number : number + 1], row)[0]:
-                    yield (lengths[number], *self._unpacked(row[0], lengths[number]))
+                    yield (lengths[number], *self._unpacked(row[0]))
 
     def _names(self, known: np.ndarray, lengths: list[int], keys: np.ndarray) -> Blocks:
         """Name the records of states at these lengths."""
@@ -175,33 +169,22 @@ class PromptStore:
         return Blocks(own, parents, tokens, keys[0].tobytes(), self._ends)
 
     def _packed(self, tail: list[mx.array], kept: Sequence[Any]) -> np.ndarray | None:
-        """Return the bytes of one record: tail, length of the text, text, arrays. None if it does not fit."""
-        nbytes, tail_nbytes = self.store.layout.groups[self._ends].nbytes, BLOCK * self.layout.row_nbytes
+        """Return the bytes of one record: length of the text, text, arrays. None if it does not fit."""
         arrays: list[mx.array] = []
         try:
-            text = json.dumps([_described(vars(compact(cache)), arrays) for cache in kept]).encode()
+            text = json.dumps(_described([tail, [vars(compact(cache)) for cache in kept]], arrays)).encode()
         except TypeError:
             return None
-        rows = b"".join(_as_bytes(row).tobytes() for row in tail)
-        record = rows.ljust(tail_nbytes, b"\0") + len(text).to_bytes(8, "little") + text
-        record += b"".join(_host(array).tobytes() for array in arrays)
-        if len(record) > nbytes:
-            return None
-        return np.frombuffer(record.ljust(nbytes, b"\0"), np.uint8)
+        record = b"".join([len(text).to_bytes(8, "little"), text, *(_as_bytes(array).tobytes() for array in arrays)])
+        nbytes = self.store.layout.groups[self._ends].nbytes
+        return np.frombuffer(record.ljust(nbytes, b"\0"), np.uint8) if len(record) <= nbytes else None
 
-    def _unpacked(self, row: np.ndarray, length: int) -> tuple[list[mx.array], list[Any]]:
-        tail_nbytes = BLOCK * self.layout.row_nbytes
-        count = length % BLOCK
-        tail = [_as_row(row[: count * self.layout.row_nbytes], count)] if count else []
-        begin = tail_nbytes + 8
-        end = begin + int.from_bytes(row[tail_nbytes:begin].tobytes(), "little")
-        place, kept = [end], []
+    def _unpacked(self, row: np.ndarray) -> tuple[list[mx.array], list[Any]]:
+        begin = 8 + int.from_bytes(row[:8].tobytes(), "little")
+        tail, kept = _read(json.loads(row[8:begin].tobytes()), row, [begin])
+        mx.eval(tail)
         kinds = [leaf.kind for leaf in self.layout.leaves if leaf.role != "rows"]
-        for kind, fields in zip(kinds, json.loads(row[begin:end].tobytes()), strict=True):
-            cache: Any = object.__new__(kind)
-            vars(cache).update(_read(fields, row, place))
-            kept.append(cache)
-        return tail, kept
+        return tail, [made(kind, **fields) for kind, fields in zip(kinds, kept, strict=True)]
 
 
 def _most_nbytes(cache: Any) -> int:
@@ -222,59 +205,29 @@ def _release(kind: type) -> str:
         return name
 
 
-def _name(kind: type) -> str:
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    _kinds[name] = kind
-    return name
-
-
-def _text(layout: CacheLayout) -> str:
-    def shape(tree: Any) -> Any:
-        return [None if node is None else [_name(node[0]), shape(node[1])] for node in tree]
-
-    leaves = [
-        [
-            *(_name(leaf.kind), leaf.role, leaf.fields, leaf.places),
-            [[*part[:2], _dtype_text(part.dtype), part.offset] for part in leaf.parts],
-        ]
-        for leaf in layout.leaves
-    ]
-    return json.dumps({"leaves": leaves, "tree": shape(layout.tree), "row_nbytes": layout.row_nbytes})
-
-
 def _layout_from(text: str) -> CacheLayout:
-    def tree(shape: Any) -> Any:
-        return tuple(None if node is None else (_kinds[node[0]], tree(node[1])) for node in shape)
-
-    read = json.loads(text)
-    leaves = [
-        Leaf(
-            *(_kinds[kind], role, _tuples(fields), tuple(places)),
-            tuple(Part(p[0], p[1], getattr(mx, p[2]), p[3]) for p in parts),
-        )
-        for kind, role, fields, places, parts in read["leaves"]
-    ]
-    return CacheLayout(tuple(leaves), tree(read["tree"]), read["row_nbytes"])
-
-
-def _tuples(tree: Any) -> Any:
-    return tuple(map(_tuples, tree)) if isinstance(tree, list) else tree
-
-
-def _dtype_text(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
+    leaves, *others = _read(json.loads(text), np.empty(0, np.uint8), [0])
+    parted = ((one, tuple(Part(*part) for part in one[-1])) for one in leaves)
+    return CacheLayout(tuple(Leaf(*one)._replace(parts=parts) for one, parts in parted), *others)
 
 
 def _described(value: Any, arrays: list[mx.array]) -> Any:
     """Return what JSON can have of a value. Its arrays go to `arrays`."""
     if isinstance(value, mx.array):
         arrays.append(value)
-        return {"dtype": _dtype_text(value.dtype), "shape": list(value.shape)}
+        return {"array": [_described(value.dtype, arrays), list(value.shape)]}
+    if isinstance(value, mx.Dtype):
+        return {"dtype": str(value).rpartition(".")[2]}
+    if isinstance(value, type):
+        name = f"{value.__module__}.{value.__qualname__}"
+        _kinds[name] = value
+        return {"class": name}
     if isinstance(value, dict):
         return {"dict": [[name, _described(item, arrays)] for name, item in value.items()]}
-    if isinstance(value, tuple):
-        return {"tuple": [_described(item, arrays) for item in value]}
-    return [_described(item, arrays) for item in value] if isinstance(value, list) else value
+    if isinstance(value, (list, tuple)):
+        items = [_described(item, arrays) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
+    return value
 
 
 def _read(value: Any, row: np.ndarray, place: list[int]) -> Any:
@@ -283,24 +236,25 @@ def _read(value: Any, row: np.ndarray, place: list[int]) -> Any:
         return [_read(item, row, place) for item in value]
     if not isinstance(value, dict):
         return value
-    if "dict" in value:
-        return {name: _read(item, row, place) for name, item in value["dict"]}
-    if "tuple" in value:
-        return tuple(_read(item, row, place) for item in value["tuple"])
-    dtype, begin = getattr(mx, value["dtype"]), place[0]
-    if not all(value["shape"]):
-        return mx.zeros(value["shape"], dtype)
-    place[0] += int(np.prod(value["shape"], dtype=np.int64)) * dtype.size
-    return mx.array(row[begin : place[0]]).view(dtype).reshape(value["shape"])
+    ((kind, given),) = value.items()
+    if kind == "class":
+        return _kinds[given]
+    if kind == "dtype":
+        return getattr(mx, given)
+    items = _read(given, row, place)
+    if kind != "array":
+        return dict(items) if kind == "dict" else tuple(items)
+    dtype, shape = items
+    begin = place[0]
+    place[0] += math.prod(shape) * dtype.size
+    return mx.array(row[begin : place[0]]).view(dtype).reshape(shape) if all(shape) else mx.zeros(shape, dtype)
 
 
-def _host(array: mx.array) -> np.ndarray:
-    return np.asarray(array.view(UNSIGNED[array.dtype.size])) if array.size else np.empty(0, np.uint8)
+def _as_bytes(array: mx.array) -> np.ndarray:
+    if not array.size:
+        return np.empty(0, np.uint8)
+    return np.asarray(array.view(UNSIGNED[array.dtype.size])).reshape(-1).view(np.uint8)
 
 
-def _as_bytes(row: mx.array) -> np.ndarray:
-    return np.asarray(row).reshape(-1).view(np.uint8)
-
-
-def _as_row(row: np.ndarray, tokens: int) -> mx.array:
-    return mx.array(row.view(np.uint64).reshape(tokens, len(row) // tokens // 8))
+def _as_row(row: np.ndarray) -> mx.array:
+    return mx.array(row.view(np.uint64).reshape(BLOCK, -1))

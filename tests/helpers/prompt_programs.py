@@ -308,14 +308,19 @@ class Program:
         if len(prompts) > prompts.max_size:
             return f"{len(prompts)} sequences, the limit is {prompts.max_size}"
         pool = prompts._index.pool if prompts._layouts else None
-        if pool is not None and pool.num_blocks - pool.blocks.num_blank != len(prompts._index.rows):
+        if pool is not None and pool.num_blocks - pool.blocks.num_blank != len(rows_of(prompts)):
             return "the pool has other blocks than the cache"
         return ""
 
 
+def rows_of(prompts: PromptCache) -> list[mx.array]:
+    """The arrays of all blocks in use."""
+    return [row for row in prompts._index.rows if row is not None] if prompts._layouts else []
+
+
 def held_nbytes(prompts: PromptCache) -> int:
     """Bytes of every array that a cache holds, and of their index, counted anew."""
-    held = [row.nbytes for row in prompts._index.rows.values() if row.nbytes] if prompts._layouts else []
+    held = [row.nbytes for row in rows_of(prompts) if row.nbytes]
     ends = [one for order in prompts._order.values() for one in order.values()]
     kept = sum(cache.nbytes for one in ends for cache in one.kept)
     return sum(held) + kept + INDEX_NBYTES * (len(held) + sum(one.layout.has_arrays for one in ends))
