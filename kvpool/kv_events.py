@@ -189,8 +189,9 @@ class EventPublisher:
                 if socket is self._inbox:
                     if not frames[0]:
                         return
-                    self._kept.append((number.to_bytes(8, "big"), frames[0]))
-                    self._out.send_multipart([self._topic, *self._kept[-1]])
+                    batch = number.to_bytes(8, "big"), frames[0]
+                    self._kept.append(batch)
+                    self._out.send_multipart([self._topic, *batch])
                     number += 1
                 elif len(frames) == 3 and len(frames[2]) == 8:  # who asks, nothing, the first number
                     answer = [batch for batch in self._kept if batch[0] >= frames[2]]

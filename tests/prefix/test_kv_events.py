@@ -11,9 +11,10 @@ KEYS = [bytes([k]) * 16 for k in range(60)]
 
 
 @pytest.fixture
-def wire():
-    """A publisher, and a subscriber that is connected."""
-    publisher = EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv", keep=50)
+def wire(request):
+    """A publisher that keeps 50 batches, or what the test says, and a subscriber that is connected."""
+    keep = getattr(request, "param", 50)
+    publisher = EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv", keep=keep)
     context = zmq.Context()
     reader = context.socket(zmq.SUB)
     reader.setsockopt(zmq.RCVHWM, 0)
@@ -60,6 +61,12 @@ def test_reader_gets_batches_in_order_and_replays_what_it_missed(wire):
             break
         again.append(int.from_bytes(number, "big"))
     assert again == [number for number, _ in got[-10:]]
+
+
+@pytest.mark.parametrize("wire", [0], indirect=True)
+def test_publisher_that_keeps_nothing_sends_all_the_same(wire):
+    publisher, reader, _ = wire
+    assert any(publisher.publish([("cleared", None)]) or reader.poll(50) for _ in range(100))
 
 
 def test_address_in_use_is_refused_and_nothing_is_left_open(wire):
