@@ -88,6 +88,6 @@ def test_neighbours_are_one_event_and_what_was_lost_clears_all():
     told = on_the_wire(
         [("lost", 7), *stored, ("removed", KEYS[0], 0), ("removed", KEYS[1], 0), ("cleared", b"x")], "GPU"
     )
-    assert [type(event).__name__ for event in told] == ["AllBlocksCleared", "BlockStored", "BlockRemoved"]
-    assert told[1].block_hashes == KEYS[:3] and told[1].token_ids == [0] * 4 + [1] * 4 + [2] * 4
-    assert told[1].parent_block_hash is None and told[2].block_hashes == KEYS[:2]
+    assert [event["type"] for event in told] == ["AllBlocksCleared", "BlockStored", "BlockRemoved"]
+    assert told[1]["block_hashes"] == KEYS[:3] and told[1]["token_ids"] == [0] * 4 + [1] * 4 + [2] * 4
+    assert told[1]["parent_block_hash"] is None and told[2]["block_hashes"] == KEYS[:2]
