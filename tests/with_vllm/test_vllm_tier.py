@@ -149,6 +149,15 @@ def test_folder_of_other_chunks_is_refused_at_the_start(host, tmp_path, options)
         Host(tmp_path, **options)
 
 
+def test_folder_of_other_weights_of_the_same_model_is_refused_at_the_start(tmp_path):
+    weights = tmp_path / "model.bin"
+    weights.write_bytes(b"before")
+    Host(tmp_path / "store", model=str(weights)).close()
+    weights.write_bytes(b"behind")
+    with pytest.raises(ValueError, match="layout"):
+        Host(tmp_path / "store", model=str(weights))
+
+
 def failing(names, rows):
     raise MemoryError
 

@@ -20,6 +20,7 @@ from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvpool.adapters.vllm.weights import sampled
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, prefix_keys
 
 WORDS = 8  # int32 of a SHA-256, in the place of tokens
@@ -41,7 +42,8 @@ class KVPoolTier(SecondaryTierManager):
         sizes = [getattr(config.parallel, f"{name}_size") for name in ("tp", "pp", "pcp", "dcp")]  # replicas share all
         kind = (config.kv_cache_layout, config.canonical_layout, config.replicated_layout)
         content = f"vLLM {vllm_version}, {config.model.dtype}, {config.cache}, {groups}, {sizes}, {kind}"
-        layout = Layout((BlockLayout(WORDS, nbytes, content),), f"{config.model.name} {weights}")
+        weights = weights or sampled(config.model.name) or config.model.name
+        layout = Layout((BlockLayout(WORDS, nbytes, content),), weights)
         self.store = DiskStore(str(Path(path) / f"rank{config.parallel.rank}"), layout, max_nbytes, **options)
         self.namespace = prefix_keys([], WORDS)[0].tobytes()
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="kvpool-tier")
