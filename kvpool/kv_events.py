@@ -5,8 +5,9 @@
     publisher.close()
 
 A router or an indexer that reads vLLM's events reads these. A message has three frames: the topic, a sequence number
-(8 bytes, big-endian), and a batch of `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. A reader that missed a
-number sends the first that it wants to `replay` and gets what is kept from there on, then the number -1.
+(8 bytes, big-endian), and a batch ``[time, events, data-parallel rank]`` of `BlockStored`, `BlockRemoved` and
+`AllBlocksCleared`. A reader that missed a number sends the first that it wants to `replay` and gets what is kept from
+there on, then the number -1.
 
 Block hashes are the pool's keys, 16 bytes. Where the pool lost events, `AllBlocksCleared` comes first: a reader then
 knows less than the pool holds, never more. Needs the extra ``events``.
@@ -27,69 +28,32 @@ END = (-1).to_bytes(8, "big", signed=True)
 KINDS = {"full": "full_attention", "window": "sliding_window", "chunk": "chunked_local_attention", "state": "mamba"}
 
 
-class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks of one group that hits can use now, each the parent of the next."""
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks that are gone."""
-
-    block_hashes: list[bytes]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
-    """Everything is gone."""
-
-
-class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one call of `publish` says."""
-
-    ts: float
-    events: list[Any]
-    data_parallel_rank: int | None = None
-
-
-def on_the_wire(events: Iterable[tuple[Any, ...]], medium: str) -> list[msgspec.Struct]:
+def on_the_wire(events: Iterable[tuple[Any, ...]], medium: str) -> list[dict[str, Any]]:
     """Events of a pool in vLLM's words; neighbours that belong together are one."""
-    told: list[Any] = []
+    told: list[dict[str, Any]] = []
     for what, *about in events:
-        last = told[-1] if told else None
+        last: dict[str, Any] = told[-1] if told else {}
+        before = last.get("type"), last.get("group_idx")
         if what == "stored":
             key, parent, tokens, block_size, namespace, group, kind, window = about
-            extra = (namespace.decode("utf-8", "backslashreplace"),) if namespace else None
-            if isinstance(last, BlockStored) and last.block_hashes[-1] == parent and last.group_idx == group:
-                last.block_hashes.append(key)
-                last.token_ids += tokens
-                if last.extra_keys is not None:
-                    last.extra_keys.append(extra)
-            else:
-                keys: list[Any] | None = [extra] if extra else None
-                spec = KINDS[kind]
-                told.append(
-                    BlockStored([key], parent, [*tokens], block_size, None, medium, None, keys, group, spec, window)
-                )
+            extra = [(namespace.decode("utf-8", "backslashreplace"),)] if namespace else []
+            if before == ("BlockStored", group) and last["block_hashes"][-1] == parent:
+                last["block_hashes"].append(key)
+                last["token_ids"] += tokens
+                last.get("extra_keys", []).extend(extra)
+                continue
+            event = {"block_hashes": [key], "parent_block_hash": parent, "token_ids": [*tokens], "medium": medium}
+            event |= {"block_size": block_size, "group_idx": group, "lora_id": None, "lora_name": None}
+            event |= {"kv_cache_spec_kind": KINDS[kind], "kv_cache_spec_sliding_window": window}
+            told.append({"type": "BlockStored"} | event | ({"extra_keys": extra} if extra else {}))
         elif what == "removed":
             key, group = about
-            if isinstance(last, BlockRemoved) and last.group_idx == group:
-                last.block_hashes.append(key)
+            if before == ("BlockRemoved", group):
+                last["block_hashes"].append(key)
             else:
-                told.append(BlockRemoved([key], medium, group))
+                told.append({"type": "BlockRemoved", "block_hashes": [key], "medium": medium, "group_idx": group})
         elif what == "lost" or about == [None]:  # a flush of one namespace has removed its blocks already
-            told.append(AllBlocksCleared())
+            told.append({"type": "AllBlocksCleared"})
     return told
 
 
@@ -125,24 +89,19 @@ class EventPublisher:
         self, endpoint: str, *, replay: str | None = None, topic: str = "", keep: int = 10_000, medium: str = "GPU",
         rank: int | None = None,
     ) -> None:  # fmt: skip
-        self._topic, self._medium, self._rank = topic.encode(), medium, rank
+        self._topic, self._medium, self._rank, self._number = topic.encode(), medium, rank, 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=keep)
         self._context, self._lock = zmq.Context(), threading.Lock()
         try:
-            self._out = self._bound(zmq.PUB, endpoint)
-            self._asked = self._bound(zmq.ROUTER, replay) if replay is not None else None
+            self._out, self.endpoint = self._bound(zmq.PUB, endpoint)
+            self.replay: str | None = None
+            if replay is not None:
+                asked, self.replay = self._bound(zmq.ROUTER, replay)
+                threading.Thread(target=self._answer, args=[asked], name="kvpool-events", daemon=True).start()
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             places = " or ".join(filter(None, (endpoint, replay)))
             raise OSError(f"[EventPublisher] {places} cannot be bound: {error.strerror}") from error
-        self.endpoint = self._address(self._out)
-        self.replay = self._address(self._asked) if self._asked is not None else None
-        self._inbox = self._bound(zmq.PULL, "inproc://batches")
-        self._post: zmq.Socket[bytes] | None = self._context.socket(zmq.PUSH)
-        self._post.set_hwm(0)
-        self._post.connect("inproc://batches")
-        self._thread = threading.Thread(target=self._serve, name="kvpool-events", daemon=True)
-        self._thread.start()
 
     def publish(self, events: Iterable[tuple[Any, ...]]) -> None:
         """Send what `pool.prefix.events()` returned. It never waits for a reader; without events it sends nothing.
@@ -154,46 +113,38 @@ class EventPublisher:
         """
         told = on_the_wire(events, self._medium)
         with self._lock:
-            if self._post is None:
+            if self._out.closed:
                 raise ValueError("[publish] the publisher is closed")
             if told:
-                self._post.send(msgspec.msgpack.encode(EventBatch(time.time(), told, self._rank)))
+                payload = msgspec.msgpack.encode((time.time(), told, self._rank))
+                batch = self._number.to_bytes(8, "big"), payload
+                self._kept.append(batch)
+                self._out.send_multipart([self._topic, *batch])
+                self._number += 1
 
     def close(self) -> None:
-        """Send what waits and free the addresses. A second call does nothing."""
+        """Send what waits, for a second at most, and free the addresses. A second call does nothing."""
         with self._lock:
-            post, self._post = self._post, None
-        if post is not None:
-            post.send(b"")
-            self._thread.join()
-            self._context.destroy(linger=1000)
+            self._out.close()
+        self._context.term()  # this ends the wait of the thread, which closes its socket
 
-    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    def _bound(self, kind: int, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
         socket = self._context.socket(kind)
         socket.set_hwm(100_000 if kind == zmq.PUB else 0)
+        socket.linger = 1000  # milliseconds
         socket.bind(endpoint)
-        return socket
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    @staticmethod
-    def _address(socket: zmq.Socket[bytes]) -> str:
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def _serve(self) -> None:
-        """The thread that has the sockets: numbers and sends batches, and answers who missed some."""
-        poller, number = zmq.Poller(), 0
-        for socket in filter(None, (self._inbox, self._asked)):
-            poller.register(socket, zmq.POLLIN)
-        while True:
-            for socket, _ in poller.poll():
-                frames = socket.recv_multipart()
-                if socket is self._inbox:
-                    if not frames[0]:
-                        return
-                    self._kept.append((number.to_bytes(8, "big"), frames[0]))
-                    self._out.send_multipart([self._topic, *self._kept[-1]])
-                    number += 1
-                elif len(frames) == 3 and len(frames[2]) == 8:  # who asks, nothing, the first number
-                    answer = [batch for batch in self._kept if batch[0] >= frames[2]]
-                    for kept in answer:
-                        socket.send_multipart([frames[0], b"", self._topic, *kept])
-                    socket.send_multipart([frames[0], b"", b"", END, b""])
+    def _answer(self, socket: zmq.Socket[bytes]) -> None:
+        """The thread that sends again what readers missed: who asks, nothing, the first number."""
+        try:
+            while True:
+                who, *asked = socket.recv_multipart()
+                if len(asked) == 2 and len(asked[1]) == 8:
+                    with self._lock:
+                        missed = [batch for batch in self._kept if batch[0] >= asked[1]]
+                    for batch in missed:
+                        socket.send_multipart([who, b"", self._topic, *batch])
+                    socket.send_multipart([who, b"", b"", END, b""])
+        except zmq.ContextTerminated:
+            socket.close()

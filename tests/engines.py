@@ -61,7 +61,7 @@ ENGINES = {
     "jax-newest": Engine("jax", False, (), ("tests/with_jax",)),
     "transformers-oldest": Engine("transformers", True, (), ("tests/with_torch",)),
     "transformers-newest": Engine("transformers", False, (), ("tests/with_torch",)),
-    "levanter": Engine("levanter", False, (), ("tests/with_levanter",)),
+    "levanter": Engine("levanter", False, ("httpx", "openai"), ("tests/with_levanter",)),
     "vllm": Engine(
         "events",
         False,

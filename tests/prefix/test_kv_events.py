@@ -11,9 +11,10 @@ KEYS = [bytes([k]) * 16 for k in range(60)]
 
 
 @pytest.fixture
-def wire():
-    """A publisher, and a subscriber that is connected."""
-    publisher = EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv", keep=50)
+def wire(request):
+    """A publisher that keeps 50 batches, or what the test says, and a subscriber that is connected."""
+    keep = getattr(request, "param", 50)
+    publisher = EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv", keep=keep)
     context = zmq.Context()
     reader = context.socket(zmq.SUB)
     reader.setsockopt(zmq.RCVHWM, 0)
@@ -62,6 +63,12 @@ def test_reader_gets_batches_in_order_and_replays_what_it_missed(wire):
     assert again == [number for number, _ in got[-10:]]
 
 
+@pytest.mark.parametrize("wire", [0], indirect=True)
+def test_publisher_that_keeps_nothing_sends_all_the_same(wire):
+    publisher, reader, _ = wire
+    assert any(publisher.publish([("cleared", None)]) or reader.poll(50) for _ in range(100))
+
+
 def test_address_in_use_is_refused_and_nothing_is_left_open(wire):
     publisher, _, _ = wire
     with pytest.raises(OSError, match=r"\[EventPublisher\] .* cannot be bound: Address already in use"):
@@ -81,6 +88,6 @@ def test_neighbours_are_one_event_and_what_was_lost_clears_all():
     told = on_the_wire(
         [("lost", 7), *stored, ("removed", KEYS[0], 0), ("removed", KEYS[1], 0), ("cleared", b"x")], "GPU"
     )
-    assert [type(event).__name__ for event in told] == ["AllBlocksCleared", "BlockStored", "BlockRemoved"]
-    assert told[1].block_hashes == KEYS[:3] and told[1].token_ids == [0] * 4 + [1] * 4 + [2] * 4
-    assert told[1].parent_block_hash is None and told[2].block_hashes == KEYS[:2]
+    assert [event["type"] for event in told] == ["AllBlocksCleared", "BlockStored", "BlockRemoved"]
+    assert told[1]["block_hashes"] == KEYS[:3] and told[1]["token_ids"] == [0] * 4 + [1] * 4 + [2] * 4
+    assert told[1]["parent_block_hash"] is None and told[2]["block_hashes"] == KEYS[:2]

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from engine import CASES
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+
+from kvpool.adapters.vllm.blocks import KVPoolBlocks
 
 pytestmark = pytest.mark.timeout(3600)  # an engine starts in seconds, on a machine with nothing else to do
 HERE = Path(__file__).parent
@@ -51,3 +55,15 @@ def test_engine_on_kvpool_answers_as_on_its_own_blocks(engines, case):
     cached = sum(answer[1] for _, answer in stock["answers"])
     assert bool(cached) == (case != "uncached"), "the requests share their beginnings"
     assert stock["preempted"] or case not in {"tight", "uncached"}, "the pool is too small for all of them"
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_metrics_tell_the_evictions_that_stock_tells(caching):
+    told = []
+    for kind in (BlockPool, KVPoolBlocks):
+        metrics = KVCacheMetricsCollector(sample_rate=1.0)
+        pool = kind(4, enable_caching=caching, hash_block_size=1, metrics_collector=metrics)
+        for _ in range(3):
+            pool.free_blocks(pool.get_new_blocks(3))
+        told.append(len(metrics.drain_events()))
+    assert told[0] == told[1] and bool(told[0]) == caching

@@ -11,10 +11,13 @@ from types import SimpleNamespace
 import engine
 import numpy as np
 import pytest
+import torch
 from test_vllm_engine import HERE, run
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvpool.adapters.vllm.connector import KVPoolConnector, fingerprint, open_store
-from kvpool.store import MemoryStore
+from kvpool.adapters.vllm.connector import Followed, KVPoolConnector, layout_of, open_store
+from kvpool.adapters.vllm.weights import fingerprint
+from kvpool.store import BlockLayout, Layout, MemoryStore
 
 pytestmark = pytest.mark.timeout(3600)  # an engine starts in seconds, on a machine with nothing else to do
 CASE = "chunked"
@@ -182,6 +185,45 @@ def test_another_config_or_quantization_of_the_same_weights_is_another_model(tmp
     before = told()
     (tmp_path / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 1000)
     assert told() != before
+
+
+def test_another_file_of_weights_at_the_same_place_is_another_model(tmp_path):
+    path, hf = tmp_path / "model.gguf", SimpleNamespace(to_dict=dict)
+    model, found = SimpleNamespace(model=str(path), hf_config=hf, revision=None, quantization="gguf"), set()
+    for value in (1, 2):
+        path.write_bytes(bytes([value]) * 1000)
+        found.add(fingerprint(model))
+    assert len(found) == 2
+
+
+def test_machine_whose_kernels_pack_blocks_in_another_way_has_another_layout(monkeypatch):
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=1), device_config=SimpleNamespace(device_type="cpu"),
+        attention_config=SimpleNamespace(backend=None),
+    )  # fmt: skip
+    found = set()
+    for is_amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda is_amx=is_amx: is_amx)
+        found.add(layout_of(config, cache, "weights").digest)
+    config.attention_config.backend = "FLEX_ATTENTION"
+    assert len(found | {layout_of(config, cache, "weights").digest}) == 3
+
+
+@pytest.mark.parametrize("hits", [0, 1, 2, 3, 5])
+def test_names_of_blocks_behind_hits_are_those_of_all_tokens_before_them(hits):
+    layout = Layout((BlockLayout(4, 64, "x"),), "none")
+    request = SimpleNamespace(cache_salt=None, all_token_ids=list(range(10)), num_tokens=10)
+    followed, named = Followed(request, layout, ""), {}
+    followed.table = list(range(8))
+    for full, known in ((1, 6), (6, 27), (8, 32)):
+        request.all_token_ids = list(range(known))
+        for ids, blocks in followed.fill(full):
+            named |= zip(ids, map(bytes, blocks.keys), strict=True)
+        followed.saved = max(followed.saved, hits)  # the request was preempted, and another one computed its blocks
+    every = dict(enumerate(map(bytes, layout.blocks(range(32))[0].keys)))
+    assert named.items() <= every.items() and {0, 5, 6, 7} <= set(named)
 
 
 @pytest.mark.parametrize("what", ["lora_request", "mm_features", "prompt_embeds"])

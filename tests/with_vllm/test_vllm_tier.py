@@ -20,15 +20,16 @@ STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=())
 class Spec:
     """What vLLM tells a tier of the engine."""
 
-    def __init__(self, model="tiny"):
-        alone = {name: 1 for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size")}
+    def __init__(self, model="tiny", replica=0, **layout):
+        alone = {name: 1 for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")}
         parallel = OffloadingParallelConfig(
-            rank=0, data_parallel_index=0, data_parallel_rank_local=None, is_parallelism_agnostic=False, **alone
+            rank=0, data_parallel_index=replica, data_parallel_size=replica + 1, data_parallel_rank_local=None,
+            is_parallelism_agnostic=False, **alone,
         )  # fmt: skip
         self.config = OffloadingConfig(
             groups=(), worker_kv_bytes_per_block=NBYTES, enable_kv_cache_events=True, extra_config={}, engine_id="e",
             model=OffloadingModelConfig(name=model, dtype="float32"),
-            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1), parallel=parallel,
+            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1), parallel=parallel, **layout,
         )  # fmt: skip
 
 
@@ -45,13 +46,13 @@ class Region:
 class Host:
     """vLLM's manager with a primary tier of four chunks and kvpool's behind it."""
 
-    def __init__(self, path, **options):
+    def __init__(self, path, weights="", **options):
         self.region = Region()
         primary = CPUPrimaryTierOffloadingManager(num_chunks=CHUNKS, mmap_region=self.region)
         settings = {"type": "KVPoolTier", "module_path": "kvpool.adapters.vllm.tier", "path": str(path)}
         view = primary.get_kv_memoryview()
         self.tier = SecondaryTierFactory.create_secondary_tier(
-            settings | {"max_nbytes": 1 << 28}, view, Spec(**options)
+            settings | {"max_nbytes": 1 << 28, "weights": weights}, view, Spec(**options)
         )
         self.manager = TieringOffloadingManager(primary_tier=primary, secondary_tiers=[self.tier])
         self.manager.on_new_request(REQUEST)
@@ -69,16 +70,20 @@ class Host:
         self.manager.complete_store(keys, REQUEST)
         self.settle()
 
-    def take(self, key):
+    def take(self, key, request=REQUEST):
         """The bytes of a chunk once they are in the primary tier, None: a miss."""
         waits = (LookupResult.RETRY, LookupResult.HIT_PENDING)
-        while (found := self.manager.lookup(key, REQUEST)) in waits:
+        for _ in range(9):
+            found = self.manager.lookup(key, request)
+            if found not in waits:
+                break
             self.settle()
+        assert found not in waits, "a request waits without an end"
         if found is not LookupResult.HIT:
             return None
-        (chunk,) = self.manager.prepare_load([key], REQUEST).block_ids
+        (chunk,) = self.manager.prepare_load([key], request).block_ids
         held = self.region.rows[chunk].copy()
-        self.manager.complete_load([key], REQUEST)
+        self.manager.complete_load([key], request)
         return held
 
     def close(self):
@@ -107,9 +112,10 @@ def test_chunks_that_left_the_primary_tier_come_back(host):
     assert host.take(make_offload_key(bytes(32), 1)) is None
 
 
-def test_another_manager_finds_them_after_a_restart(host, tmp_path):
+@pytest.mark.parametrize("replica", [0, 1])
+def test_another_manager_finds_them_after_a_restart(host, tmp_path, replica):
     host.close()
-    again = Host(tmp_path)
+    again = Host(tmp_path, replica=replica)
     again.tier.store.ready.wait(60)
     assert all(np.array_equal(again.take(key), bytes_of(key)) for key in KEYS)
     again.close()
@@ -135,6 +141,34 @@ def test_events_tell_what_the_tier_has(host):
     assert {key for event in told for key in event.keys} == set(KEYS)
 
 
-def test_folder_of_another_model_is_refused_at_the_start(host, tmp_path):
+@pytest.mark.parametrize(
+    "options", [{"model": "other"}, {"weights": "other"}, {"replicated_layout": True}, {"canonical_layout": True}]
+)
+def test_folder_of_other_chunks_is_refused_at_the_start(host, tmp_path, options):
     with pytest.raises(ValueError, match="layout"):
-        Host(tmp_path, model="other")
+        Host(tmp_path, **options)
+
+
+def test_folder_of_other_weights_of_the_same_model_is_refused_at_the_start(tmp_path):
+    weights = tmp_path / "model.bin"
+    weights.write_bytes(b"before")
+    Host(tmp_path / "store", model=str(weights)).close()
+    weights.write_bytes(b"behind")
+    with pytest.raises(ValueError, match="layout"):
+        Host(tmp_path / "store", model=str(weights))
+
+
+def failing(names, rows):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("load", [failing, lambda names, rows: np.zeros(len(rows), bool)])
+def test_chunk_that_cannot_be_loaded_is_a_miss_for_its_request_and_found_by_later_ones(host, monkeypatch, load):
+    monkeypatch.setattr(host.tier.store, "load", load)
+    assert host.take(KEYS[0]) is None
+    monkeypatch.undo()
+    assert host.take(KEYS[0]) is None
+    later = ReqContext(req_id="later")
+    host.manager.on_request_finished(REQUEST)
+    host.manager.on_new_request(later)
+    assert np.array_equal(host.take(KEYS[0], later), bytes_of(KEYS[0]))

@@ -7,8 +7,7 @@ vLLM's own class keeps what is vLLM's: block hashes and their map, events, metri
     block.block_hash is not None  <=>  the core caches the block
     free_block_queue == free_order() of the core
 
-`take_place` first gives both classes the same few hundred calls, so a release whose pool means something else is
-refused when the engine starts, and never in the middle.
+`take_place` first gives both classes the same calls: a release whose pool means something else is refused at the start.
 """
 
 from __future__ import annotations
@@ -107,7 +106,8 @@ class KVPoolBlocks(STOCK):
                     self._emit_block_removed_events(super()._remove_cached_block_hashes(block))
         if self.metrics_collector:
             for block in taken:
-                self.metrics_collector.on_block_evicted(block)
+                if self.enable_caching:
+                    self.metrics_collector.on_block_evicted(block)
                 self.metrics_collector.on_block_allocated(block)
         return taken
 

@@ -6,23 +6,20 @@
 
 vLLM makes one connector for its scheduler and one for its worker. The scheduler's follows each request: it asks the
 store in a thread which blocks of the prompt are there, and sends with every step what the worker has to load and to
-save. The worker's loads in a thread too, and a save copies the blocks into the store's queue, which never waits. So a
-slow store costs hits and no step; a load that does not return holds its request, and those that wait behind it.
+save. The worker's loads in a thread too, and a save copies the blocks into the store's queue, which never waits. A load
+that does not return holds its request, and those that wait behind it. A request asks once, so a store that promises
+what it cannot load is not asked again.
 
-It serves full attention. A block that the store has lost is computed: the connector sets vLLM's
-`kv_load_failure_policy` to "recompute". A request asks once, so a store that promises what it cannot load is not asked
-again. Requests with images, embeddings or an adapter are neither loaded nor saved, because their tokens do not say what
-their blocks hold. After vLLM's `reset_prefix_cache(reset_connector=True)`, for new weights, what was saved before is
-not found any more.
+Requests with images, embeddings or an adapter are left out: their tokens do not say what their blocks hold.
+docs/embedding.md says what else it serves.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import math
 import os
+import platform
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,15 +33,15 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from kvpool.adapters.vllm.weights import fingerprint
 from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
 
 log = logging.getLogger("vllm.kvpool")
 PATIENCE = 1.0  # seconds that a request waits to hear what the store has
 PIECE = 64  # blocks that a load reads at a time
 NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-SAMPLE = 1 << 16  # bytes of a file of weights that its fingerprint reads at each of 16 places
 OPTIONS = {"path", "max_nbytes", "reserve_nbytes", "weights"}
-stores: dict[str, tuple[Layout, BlockStore]] = {}  # of this process: scheduler and worker may share one
+stores: dict[str, BlockStore] = {}  # of this process: scheduler and worker may share one
 
 
 @dataclass
@@ -63,44 +60,19 @@ class Followed:
         named = [request.cache_salt, epoch]
         self.namespace = json.dumps(named).encode() if any(named) else b""
         self.prompt = layout.blocks(request.all_token_ids[: request.num_tokens - 1], self.namespace)[0]
-        self.key = self.prompt.keys[-1].tobytes() if len(self.prompt) else self.prompt.namespace
         self.table: list[int] = []
         self.saved = 0  # leading blocks that the store was offered or that were hits
+        self.named, self.key = 0, None  # leading blocks that have names, and the key of the last one
         self.found: Future[int] | None = None  # leading blocks of the prompt that the store has
         self.asked = time.monotonic()
 
     def fill(self, full: int) -> Iterator[tuple[list[int], Blocks]]:
-        """Ids and names of the blocks that are full now and were not before: of the prompt, then of what follows."""
-        prompt, size = len(self.prompt), self.layout.block_size
-        if self.saved < min(full, prompt):
-            end = min(full, prompt)
-            yield self.table[self.saved : end], self.prompt[self.saved : end]
-            self.saved = end
+        """Ids and names of the blocks that are full now and were not before."""
         if self.saved < full:
-            tokens = self.request.all_token_ids[self.saved * size : full * size]
+            tokens = self.request.all_token_ids[self.named * self.layout.block_size : full * self.layout.block_size]
             names = self.layout.blocks(tokens, self.namespace, self.key)[0]
-            self.key = names.keys[-1].tobytes()
-            yield self.table[self.saved : full], names
-            self.saved = full
-
-
-def fingerprint(model_config: Any) -> str:
-    """What tells this model from others: its config, and the commit of the hub or samples of the files of a folder."""
-    folder, config = Path(model_config.model), model_config.hf_config.to_dict()
-    commit = config.pop("_commit_hash", None) or model_config.revision
-    told = {name: value for name, value in config.items() if name not in {"_name_or_path", "transformers_version"}}
-    digest = hashlib.sha256(json.dumps([told, model_config.quantization], sort_keys=True, default=str).encode())
-    if not folder.is_dir():
-        return f"{model_config.model} {commit} {digest.hexdigest()}"
-    for path in sorted(folder.iterdir()):
-        if path.suffix in {".safetensors", ".bin", ".gguf", ".pt"}:
-            nbytes = path.stat().st_size
-            digest.update(f"{path.name} {nbytes} ".encode())
-            with path.open("rb") as file:
-                for place in range(0, nbytes, max(SAMPLE, math.ceil(nbytes / 16))):
-                    file.seek(place)
-                    digest.update(file.read(SAMPLE))
-    return digest.hexdigest()
+            yield self.table[self.saved : full], names[self.saved - self.named :]
+            self.saved, self.named, self.key = full, full, names.keys[-1].tobytes()
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> Layout:
@@ -109,13 +81,15 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> La
     specs = [group.kv_cache_spec for group in groups]
     if parallel.world_size != 1:
         raise ValueError(f"[KVPoolConnector] the engine has {parallel.world_size} ranks, the connector serves one")
-    if len(specs) != 1 or type(specs[0]) not in (FullAttentionSpec, MLAAttentionSpec):  # vLLM cannot make up for
-        raise ValueError(  # blocks that a window has lost: those before them are not there to be computed from
+    if len(specs) != 1 or type(specs[0]) not in (FullAttentionSpec, MLAAttentionSpec):  # vLLM cannot compute a block
+        raise ValueError(  # that the store has lost if a window let go of those before it
             f"[KVPoolConnector] the cache has {', '.join(type(spec).__name__ for spec in specs)}, the connector serves "
             f"one group of full attention: --disable-hybrid-kv-cache-manager makes that of windows beside full layers"
         )
     spec, names = specs[0], groups[0].layer_names
-    content = f"vLLM {vllm_version} on {vllm_config.device_config.device_type}, {len(names)} layers of {spec}"
+    kernels = vllm_config.device_config.device_type, vllm_config.attention_config.backend  # which pack the numbers
+    machine = platform.machine(), torch.cpu._is_amx_tile_supported()  # decides, too, which of a CPU's
+    content = f"vLLM {vllm_version}, {kernels} {machine}, {len(names)} layers of {spec}"
     return Layout(
         (BlockLayout(spec.block_size, spec.page_size_bytes * len(names), content),),
         weights or fingerprint(vllm_config.model_config),
@@ -124,17 +98,16 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> La
 
 def open_store(layout: Layout, options: dict[str, Any]) -> BlockStore:
     """The store of these options, one for each path and process."""
-    unknown = sorted(set(options) - OPTIONS)
-    if unknown or not {"path", "max_nbytes"} <= set(options):
+    if not {"path", "max_nbytes"} <= set(options) <= OPTIONS:
         raise ValueError(
             f"[KVPoolConnector] kv_connector_extra_config has {sorted(options)}, it needs path and max_nbytes and may "
             f"have {', '.join(sorted(OPTIONS - {'path', 'max_nbytes'}))}"
         )
     given = {name: value for name, value in options.items() if name != "weights"}
-    path = str(Path(given.pop("path")).resolve())
-    if path not in stores or stores[path][0] != layout:
-        stores[path] = layout, DiskStore(path, layout, **given)
-    return stores[path][1]
+    path = given["path"] = str(Path(options["path"]).resolve())
+    if path not in stores or stores[path].layout != layout:
+        stores[path] = DiskStore(layout=layout, **given)
+    return stores[path]
 
 
 class KVPoolConnector(base.KVConnectorBase_V1):
@@ -163,7 +136,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         return False
 
     @staticmethod
-    def guarded(call: Any, otherwise: Any, *arguments: Any) -> Any:
+    def guarded(otherwise: Any, call: Any, *arguments: Any) -> Any:
         """What a call returns. If it raises, for want of memory for instance, the engine goes on without it."""
         try:
             return call(*arguments)
@@ -183,7 +156,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         if followed.table or not len(followed.prompt):  # served before: the store's answer is used up
             return 0, False
         if followed.found is None:
-            followed.found = self.thread.submit(self.lookup, followed.prompt)
+            followed.found = self.thread.submit(self.guarded, 0, self.lookup, followed.prompt)
         if not followed.found.done():
             return (None if time.monotonic() - followed.asked < PATIENCE else 0), False
         more = max(0, followed.found.result() * self.size - num_computed_tokens)
@@ -191,7 +164,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def lookup(self, prompt: Blocks) -> int:
         """Leading blocks that the store has."""
-        return leading(self.guarded(self.store.lookup, np.zeros(len(prompt), bool), prompt))
+        return leading(self.store.lookup(prompt))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         followed = self.followed.get(request.request_id)
@@ -247,25 +220,21 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for name, ids, blocks in self._get_connector_metadata().loads:
-            self.loading[name] = self.thread.submit(self.load, ids, blocks)
+            self.loading[name] = self.thread.submit(self.guarded, set(ids), self.load, ids, blocks)
 
     def load(self, ids: list[int], blocks: Blocks) -> set[int]:
         """Fill blocks of the cache; returns the ids of those that the store does not have."""
-        good = 0
+        rows = np.empty((min(len(ids), PIECE), self.layout.groups[0].nbytes), np.uint8)
         for first in range(0, len(ids), PIECE):
-            if good == first:
-                some = slice(first, first + PIECE)
-                good += self.guarded(self.load_some, 0, ids[some], blocks[some])
-        return set(ids[good:])
-
-    def load_some(self, ids: list[int], blocks: Blocks) -> int:
-        rows = np.empty((len(ids), self.layout.groups[0].nbytes), np.uint8)
-        good = leading(self.store.load(blocks, rows))
-        for layer, part in self.parts(rows[:good]):
-            layer[ids[:good]] = torch.from_numpy(part).to(layer.device) if torch.is_tensor(layer) else part
-        if torch.is_tensor(self.caches[0]):  # vLLM reads on a stream of its own
-            torch.cuda.current_stream(self.caches[0].device).synchronize()
-        return good
+            some = ids[first : first + PIECE]
+            good = leading(self.store.load(blocks[first : first + PIECE], rows[: len(some)]))
+            for layer, part in self.parts(rows[:good]):
+                layer[some[:good]] = torch.from_numpy(part).to(layer.device) if torch.is_tensor(layer) else part
+            if torch.is_tensor(self.caches[0]):  # vLLM reads on a stream of its own
+                torch.cuda.current_stream(self.caches[0].device).synchronize()
+            if good < len(some):
+                return set(ids[first + good :])
+        return set()
 
     def parts(self, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
         """Each layer, and its part of rows that hold a block of all layers each, in the shape of the layer's blocks."""
@@ -277,7 +246,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         for ids, blocks in self._get_connector_metadata().saves:
-            self.guarded(self.save, None, ids, blocks)
+            self.guarded(None, self.save, ids, blocks)
 
     def save(self, ids: list[int], blocks: Blocks) -> None:
         rows = np.empty((len(ids), self.layout.groups[0].nbytes), np.uint8)
@@ -303,6 +272,6 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)  # a load may hang
-        for path in [path for path, (_, store) in stores.items() if store is self.store]:
+        for path in [path for path, store in stores.items() if store is self.store]:
             del stores[path]  # an engine that this process makes later gets a store that is open
         self.store.close()

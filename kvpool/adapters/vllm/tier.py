@@ -20,30 +20,35 @@ from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvpool.adapters.vllm.weights import sampled
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, prefix_keys
 
 WORDS = 8  # int32 of a SHA-256, in the place of tokens
 
 
 class KVPoolTier(SecondaryTierManager):
-    """vLLM's interface of a tier. `options` are those of `kvpool.store.DiskStore`; vLLM's own are kept."""
+    """vLLM's interface of a tier. `options` are those of `kvpool.store.DiskStore`; `weights` names the model's."""
 
     medium = base.Medium.STORAGE
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, path: str, max_nbytes: int,
-        backpressure_detector: Any = None, **options: Any,
+        backpressure_detector: Any = None, weights: str = "", **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config, nbytes = offloading_spec.config, self.block_size_bytes
         self.rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(-1, nbytes)
-        told = (config.model, config.cache, config.groups, config.parallel, config.kv_cache_layout)
-        layout = Layout((BlockLayout(WORDS, nbytes, f"vLLM {vllm_version}, {told}"),), config.model.name)
-        folder = str(Path(path) / f"rank{config.parallel.rank}")
-        self.store = DiskStore(folder, layout, max_nbytes=max_nbytes, **options)
+        groups = [(group.tokens_per_block, group.layer_names) for group in config.groups]
+        sizes = [getattr(config.parallel, f"{name}_size") for name in ("tp", "pp", "pcp", "dcp")]  # replicas share all
+        kind = (config.kv_cache_layout, config.canonical_layout, config.replicated_layout)
+        content = f"vLLM {vllm_version}, {config.model.dtype}, {config.cache}, {groups}, {sizes}, {kind}"
+        weights = weights or sampled(config.model.name) or config.model.name
+        layout = Layout((BlockLayout(WORDS, nbytes, content),), weights)
+        self.store = DiskStore(str(Path(path) / f"rank{config.parallel.rank}"), layout, max_nbytes, **options)
         self.namespace = prefix_keys([], WORDS)[0].tobytes()
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="kvpool-tier")
         self.jobs: dict[Future[np.ndarray], TransferJob] = {}
+        self.lost: dict[str, set[base.OffloadKey]] = {}  # of each request: what did not load, and is not promised again
         self.stored: list[base.OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
 
     def names(self, keys: Iterable[base.OffloadKey]) -> Blocks:
@@ -52,7 +57,8 @@ class KVPoolTier(SecondaryTierManager):
         return Blocks(short, np.zeros_like(short), digests.view(np.int32), self.namespace)
 
     def lookup(self, key: base.OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
-        return base.LookupResult.HIT if self.store.lookup(self.names([key]))[0] else base.LookupResult.MISS
+        found = key not in self.lost.get(req_context.req_id, ()) and self.store.lookup(self.names([key]))[0]
+        return base.LookupResult.HIT if found else base.LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self.submit(job_metadata, lambda names, rows: np.full(len(rows), self.store.store(names, rows) == len(rows)))
@@ -69,10 +75,10 @@ class KVPoolTier(SecondaryTierManager):
             job = self.jobs.pop(future)
             good = np.zeros(len(job.keys), bool) if future.exception() else future.result()
             kept = [key for key, here in zip(job.keys, good, strict=True) if here]
-            if kept and not job.is_promotion and self.stored is not None:
-                self.stored.append(
-                    base.OffloadingEvent(keys=kept, medium=self.medium, removed=False, locality=self.locality)
-                )
+            if job.is_promotion:
+                self.lost.get(job.req_context.req_id, set()).update(set(job.keys).difference(kept))
+            elif kept and self.stored is not None:
+                self.stored.append(base.OffloadingEvent(kept, self.medium, removed=False, locality=self.locality))
             yield JobResult(job.job_id, bool(good.all()), kept if job.is_promotion else None)
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
@@ -83,7 +89,11 @@ class KVPoolTier(SecondaryTierManager):
         self.store.touch(self.names(keys))
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        self.lost[req_context.req_id] = set()
         return base.RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: base.ReqContext) -> None:
+        self.lost.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
         wait(list(self.jobs))

@@ -1,0 +1,31 @@
+"""What tells one model's weights from another's, without reading all of them."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+SAMPLE = 1 << 16  # bytes that are read at each of 16 places of a file
+
+
+def sampled(model: str) -> str:
+    """A digest of names, sizes and samples of the files of weights: those of a folder, or the file. Of a name, ''."""
+    path, digest = Path(model), hashlib.sha256()
+    for each in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if each.suffix in {".safetensors", ".bin", ".gguf", ".pt"} and each.is_file():
+            nbytes = each.stat().st_size
+            digest.update(f"{each.name} {nbytes} ".encode())
+            with each.open("rb") as file:
+                for place in range(0, nbytes, max(SAMPLE, -(-nbytes // 16))):
+                    file.seek(place)
+                    digest.update(file.read(SAMPLE))
+    return digest.hexdigest() if path.exists() else ""
+
+
+def fingerprint(model_config: Any) -> str:
+    """What tells this model from others: its config, and the commit of the hub or samples of its files."""
+    config = model_config.hf_config.to_dict()
+    commit = config.pop("_commit_hash", None) or model_config.revision
+    told = {name: value for name, value in config.items() if name not in {"_name_or_path", "transformers_version"}}
+    digest = hashlib.sha256(json.dumps([told, model_config.quantization], sort_keys=True, default=str).encode())
+    return f"{sampled(model_config.model) or (model_config.model, commit)} {digest.hexdigest()}"
