@@ -12,8 +12,7 @@ from anthropic.types.beta import message_create_params
 from pydantic import Field, PrivateAttr
 
 from kvpool.adapters.mlx_lm.engine import Completion
-from kvpool.serving.answers import End, Event
-from kvpool.serving.blocks import BlockAnswer, arguments_of
+from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
 from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Refused, Request, Sdk, Stops, official, text_of
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
@@ -134,14 +133,14 @@ def _tool(one: dict[str, Any]) -> dict[str, Any]:
 class MessageAnswer(BlockAnswer):
     """The answer to one request."""
 
-    ping = ("ping", '{"type": "ping"}')
+    ping = event({"type": "ping"}, "ping")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         own = {"type": "message", "role": "assistant", "model": self._model}
         self._head: dict[str, Any] = {"id": f"msg_{uuid.uuid4().hex}", **own}
 
-    def opening(self, prompts: int) -> list[Event]:
+    def opening(self, prompts: int) -> list[bytes]:
         usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}  # what was cached is known at the end
         end = {"stop_reason": None, "stop_sequence": None}
         return [_event("message_start", message={**self._head, "content": [], **end, "usage": usage})]
@@ -151,21 +150,21 @@ class MessageAnswer(BlockAnswer):
             return {"type": "tool_use", "id": said.id, "name": said.name, "input": {}}
         return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
-    def open(self, index: int) -> list[Event]:
+    def open(self, index: int) -> list[bytes]:
         return [_event("content_block_start", index=index, content_block=self._blocks[index])]
 
-    def delta(self, index: int, kind: str, said: str) -> list[Event]:
+    def delta(self, index: int, kind: str, said: str) -> list[bytes]:
         name, field = DELTAS[kind]
         return [_event("content_block_delta", index=index, delta={"type": name, field: said})]
 
-    def close(self, index: int) -> list[Event]:
+    def close(self, index: int) -> list[bytes]:
         return [_event("content_block_stop", index=index)]
 
-    def end(self, completion: Completion) -> list[Event]:
+    def end(self, completion: Completion) -> list[bytes]:
         end = _event("message_delta", delta=self._end(completion), usage=self._usage(completion))
         return [end, _event("message_stop")]
 
-    def failure(self, message: str) -> list[Event]:
+    def failure(self, message: str) -> list[bytes]:
         return [_event("error", error=refusal(500, message)["error"])]
 
     def object(self, completion: Completion) -> dict[str, Any]:
@@ -186,12 +185,8 @@ class MessageAnswer(BlockAnswer):
     def _usage(self, completion: Completion) -> dict[str, int]:
         sample = completion.samples[0]
         cached = sample.output.num_cached
-        return {
-            "input_tokens": self._prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": len(sample.tokens),
-        }
+        told = {"input_tokens": self._prompt_tokens - cached, "cache_creation_input_tokens": 0}
+        return told | {"cache_read_input_tokens": cached, "output_tokens": len(sample.tokens)}
 
 
 def refusal(status: int, message: str) -> dict[str, Any]:
@@ -200,5 +195,5 @@ def refusal(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _event(name: str, **fields: Any) -> Event:
-    return name, {"type": name, **fields}
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name, **fields}, name)

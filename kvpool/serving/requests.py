@@ -446,6 +446,11 @@ class ChatRequest(Generation):
             text = "continue_final_message: the last message must be the assistant's"
             raise Refused(400, text, "continue_final_message")
 
+    @property
+    def chat(self) -> ChatRequest:
+        """The chat that an API asks for."""
+        return self
+
     @cached_property
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them. Results of tools have the names that their calls have."""

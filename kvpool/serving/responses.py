@@ -12,8 +12,7 @@ from openai.types.responses import response_create_params
 from pydantic import Field, PrivateAttr
 
 from kvpool.adapters.mlx_lm.engine import Completion
-from kvpool.serving.answers import End, Event
-from kvpool.serving.blocks import BlockAnswer, arguments_of
+from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
 from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Refused, Request, official
 
 TYPES = {"text": "output_text", "thinking": "reasoning_text"}
@@ -139,8 +138,9 @@ def _choice(choice: Any) -> Any:
 class ResponseAnswer(BlockAnswer):
     """The answer to one request."""
 
-    def __init__(self, asked: ResponsesRequest, *args: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        asked = self._asked
         self._free = {one.get("name") for one in asked.tools if one["type"] == "custom"}
         self._number = -1  # of the last event
         none = ("error", "incomplete_details", "previous_response_id", "usage", "user")
@@ -168,11 +168,11 @@ class ResponseAnswer(BlockAnswer):
             "truncation": "disabled",
         }
 
-    def _event(self, name: str, /, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         self._number += 1
-        return name, {"type": name, "sequence_number": self._number, **fields}
+        return event({"type": name, "sequence_number": self._number, **fields}, name)
 
-    def opening(self, prompts: int) -> list[Event]:
+    def opening(self, prompts: int) -> list[bytes]:
         return [self._event(f"response.{name}", response=self._head) for name in ("created", "in_progress")]
 
     def begun(self, kind: str, said: Any) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class ResponseAnswer(BlockAnswer):
         more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "text" else {}
         return {"type": TYPES[kind], "text": text, **more}
 
-    def open(self, index: int) -> list[Event]:
+    def open(self, index: int) -> list[bytes]:
         block, kind = self._blocks[index], self._kinds[index]
         events = [self._event("response.output_item.added", output_index=index, item=block)]
         if kind == "call":
@@ -200,7 +200,7 @@ class ResponseAnswer(BlockAnswer):
         where = {"item_id": block["id"], "output_index": index, "content_index": 0}
         return [*events, self._event("response.content_part.added", **where, part=self._part(kind, ""))]
 
-    def delta(self, index: int, kind: str, said: str) -> list[Event]:
+    def delta(self, index: int, kind: str, said: str) -> list[bytes]:
         """Return the events of more text. The input of a tool that takes free text is told at its end."""
         block, where = self._blocks[index], {"item_id": self._blocks[index]["id"], "output_index": index}
         if block["type"] == "custom_tool_call":
@@ -210,7 +210,7 @@ class ResponseAnswer(BlockAnswer):
         more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
         return [self._event(f"response.{TYPES[kind]}.delta", **where, content_index=0, delta=said, **more)]
 
-    def close(self, index: int) -> list[Event]:
+    def close(self, index: int) -> list[bytes]:
         item, kind = self._item(index), self._kinds[index]
         where = {"item_id": item["id"], "output_index": index}
         if item["type"] == "custom_tool_call":
@@ -240,11 +240,11 @@ class ResponseAnswer(BlockAnswer):
             own["content"] = [self._part(kind, said)]
         return block | own
 
-    def end(self, completion: Completion) -> list[Event]:
+    def end(self, completion: Completion) -> list[bytes]:
         response = self.object(completion)
         return [self._event(f"response.{response['status']}", response=response)]
 
-    def failure(self, message: str) -> list[Event]:
+    def failure(self, message: str) -> list[bytes]:
         response = self._head | {"status": "failed", "error": {"code": "server_error", "message": message}}
         return [self._event("response.failed", response=response)]
 

@@ -8,7 +8,8 @@ from server_process import Server
 
 from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.adapters.mlx_lm.engine import TokenEvent
-from kvpool.serving.answers import TextForm
+from kvpool.serving.answers import TextAnswer
+from kvpool.serving.requests import CompletionRequest
 
 PROMPT = "The block table maps"
 MESSAGES = [
@@ -156,7 +157,8 @@ def test_logprobs_name_the_tokens_of_the_text(client, stream):
 def test_likely_tokens_with_one_text_are_all_told():
     top = ((127, -0.1), (102, -9.0), (65, -9.2), (3, -9.5))
     event = TokenEvent("a", 0, 127, -0.1, "", None, top)
-    form = TextForm(lambda token: "A" if token == 65 else "\ufffd")
+    body = CompletionRequest.of({"prompt": "a", "logprobs": 4})
+    form = TextAnswer("m", body, 1, lambda token: "A" if token == 65 else "\ufffd")
     (told,) = form.delta(0, "", None, [event])["logprobs"]["top_logprobs"]
     assert told == {"\ufffd": -0.1, "token_id:102": -9.0, "A": -9.2, "token_id:3": -9.5}
 
