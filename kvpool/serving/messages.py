@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from anthropic.types import beta
-from anthropic.types.beta import message_create_params
-from pydantic import Field, PrivateAttr
+from anthropic.types.beta.message_create_params import MessageCreateParamsBase
+from pydantic import Field
 
 from kvpool.adapters.mlx_lm.engine import Completion
 from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
-from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Refused, Request, Sdk, Stops, official, text_of
+from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Dicts, Indirect, Refused, Sdk, Stops, text_of
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 DELTAS = {  # of a piece: how its event is called, and the field
@@ -26,34 +25,39 @@ BILLING = "x-anthropic-billing-header:"  # a text of Claude Code that differs in
 
 
 class _Chat(ChatRequest):
-    """A chat that messages ask for. Its errors name their field."""
-
     format_field = "output_config.format"
 
 
-class CountRequest(Request):
-    """The body of ``POST /v1/messages/count_tokens``: a conversation."""
+class CountRequest(Indirect):
+    """The body of ``POST /v1/messages/count_tokens``: a conversation. A last message of the assistant goes on."""
 
-    official = official(message_create_params.MessageCreateParamsBase)
+    official: ClassVar = MessageCreateParamsBase.__annotations__
     not_done: ClassVar = {"mcp_servers": ([],), "output_format": (), "thread": ()}
-    tool_types = ("custom",)
+    tool_types, chat_form = ("custom",), _Chat
 
-    messages: Annotated[list[dict[str, Any]], Sdk(list[beta.BetaMessageParam]), Field(min_length=1)]
+    messages: Annotated[Dicts, Sdk(list[beta.BetaMessageParam]), Field(min_length=1)]
     system: Annotated[Any, Sdk(str | list[beta.BetaTextBlockParam])] = ""
-    tools: Annotated[list[dict[str, Any]], Sdk(list[beta.BetaToolParam]), Field(max_length=TOOLS)] = Field([])
+    tools: Annotated[Dicts, Sdk(list[beta.BetaToolParam]), Field(max_length=TOOLS)] = Field([])
     tool_choice: Annotated[dict[str, Any], Sdk(beta.BetaToolChoiceParam)] = Field({})
     thinking: Annotated[dict[str, Any], Sdk(beta.BetaThinkingConfigParam)] = Field({})
     output_config: Annotated[dict[str, Any], Sdk(beta.BetaOutputConfigParam)] = Field({})
 
-    _chat: ChatRequest = PrivateAttr()
-
-    def agree(self, defaults: Mapping[str, Any]) -> None:
-        """Make `chat`, the chat that asks for the same. A last message of the assistant is continued."""
+    def asked(self) -> dict[str, Any]:
         turns = [_turn(one, f"messages.{number}.content") for number, one in enumerate(self.messages)]
-        messages = [said for turn in turns for said in turn]
-        if system := self.system if isinstance(self.system, str) else text_of(_lasting(self.system), "system"):
-            messages.insert(0, {"role": "system", "content": system})
-        asked: dict[str, Any] = {"messages": messages, "tools": [_tool(one) for one in self.tools]}
+        messages, system = [said for turn in turns for said in turn], self.system
+        if not isinstance(system, str):
+            system = text_of([one for one in system if not one["text"].startswith(BILLING)], "system")
+        asked: dict[str, Any] = {"messages": [{"role": "system", "content": system}] * bool(system) + messages}
+        asked["tools"] = [
+            {
+                "function": {
+                    "name": one["name"],
+                    "description": one.get("description"),
+                    "parameters": one["input_schema"],
+                }
+            }
+            for one in self.tools
+        ]
         last = messages[-1]
         is_begun = last["role"] == "assistant" and last["content"] and not last["tool_calls"]
         asked["continue_final_message"] = bool(is_begun)
@@ -66,16 +70,7 @@ class CountRequest(Request):
         asked["reasoning_effort"] = self.output_config.get("effort")
         if form := self.output_config.get("format"):
             asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": form["schema"]}}
-        self._chat = _Chat.of(asked | self.sampling(), defaults)
-
-    @property
-    def chat(self) -> ChatRequest:
-        """The chat that asks for the same."""
-        return self._chat
-
-    def sampling(self) -> dict[str, Any]:
-        """Return the other fields of the chat."""
-        return {}
+        return asked
 
 
 class MessagesRequest(CountRequest):
@@ -88,12 +83,12 @@ class MessagesRequest(CountRequest):
     stop_sequences: Stops = Field([])
     stream: bool = False
 
-    def sampling(self) -> dict[str, Any]:
+    def asked(self) -> dict[str, Any]:
         names = {"max_tokens", "temperature", "top_p", "top_k", "stream"} & self.model_fields_set
-        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+        return super().asked() | {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
 
-def _turn(one: dict[str, Any], place: str) -> list[dict[str, Any]]:
+def _turn(one: dict[str, Any], place: str) -> Dicts:
     """Return the messages of a chat that say the same: results of tools come first."""
     role, blocks = one["role"], one["content"] or ""
     if isinstance(blocks, str):
@@ -109,25 +104,14 @@ def _turn(one: dict[str, Any], place: str) -> list[dict[str, Any]]:
             calls.append({"id": block["id"], "function": {"name": block["name"], "arguments": arguments}})
         elif role == "assistant" and kind in ("thinking", "redacted_thinking"):
             thoughts += block.get("thinking") or ""
+        elif kind == "text":
+            texts.append(block["text"])
         else:
-            texts.append(text_of([block], place) if kind == "text" else _refuse(kind, at, role))
+            raise Refused(400, f"{at}: {kind} is not supported here, the {role} may say text", "messages")
     if role == "assistant":
         own = {"tool_calls": calls, "reasoning_content": thoughts}
         return [{"role": role, "content": "".join(texts), **own}]
     return told + ([{"role": role, "content": "".join(texts)}] if texts or not told else [])
-
-
-def _refuse(kind: str, place: str, role: str) -> str:
-    raise Refused(400, f"{place}: {kind} is not supported here, the {role} may say text", "messages")
-
-
-def _lasting(system: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for one in system if not one["text"].startswith(BILLING)]
-
-
-def _tool(one: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as chats have it."""
-    return {"function": {"name": one["name"], "description": one.get("description"), "parameters": one["input_schema"]}}
 
 
 class MessageAnswer(BlockAnswer):

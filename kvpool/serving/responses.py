@@ -5,115 +5,89 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from openai.types.responses import response_create_params
-from pydantic import Field, PrivateAttr
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from pydantic import Field
 
 from kvpool.adapters.mlx_lm.engine import Completion
 from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
-from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Refused, Request, official
+from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Dicts, Indirect, Refused, text_of
 
 TYPES = {"text": "output_text", "thinking": "reasoning_text"}
 ITEMS = {"text": "message", "thinking": "reasoning"}
-PARTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "reasoning_text": "text"}
+PARTS = ("input_text", "output_text", "summary_text", "reasoning_text", "text", "refusal")
 FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+BROKEN = (AttributeError, KeyError, TypeError)  # of what is not whole
 
 
 class _Chat(ChatRequest):
-    """A chat that a response asks for. Its errors name their field."""
-
     format_field = "text.format"
 
 
-class ResponsesRequest(Request):
+class ResponsesRequest(Indirect):
     """The body. A client sends its whole conversation: nothing is kept."""
 
-    official = official(response_create_params.ResponseCreateParamsBase)
+    official: ClassVar = ResponseCreateParamsBase.__annotations__
     not_done: ClassVar = {"background": (False,), "top_logprobs": (0,)} | dict.fromkeys(
         ("conversation", "moderation", "previous_response_id", "prompt"), ()
     )
-    tool_types = ("function", "custom")
+    tool_types, chat_form = ("function", "custom"), _Chat
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Dicts, Field(min_length=1)]
     instructions: str = ""
     max_output_tokens: int | None = Field(None, ge=1, le=MOST)
     temperature: float = 1.0
     top_p: float = 1.0
-    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS)] = Field([])
+    tools: Annotated[Dicts, Field(max_length=TOOLS)] = Field([])
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     reasoning: dict[str, Any] = Field({})
     text: dict[str, Any] = Field({})
     stream: bool = False
 
-    _chat: ChatRequest = PrivateAttr()
-
-    def agree(self, defaults: Mapping[str, Any]) -> None:
-        """Make `chat`, the chat that asks for the same."""
+    def asked(self) -> dict[str, Any]:
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        begun = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        asked: dict[str, Any] = {"messages": begun + _messages(items), "reasoning_effort": self.reasoning.get("effort")}
+        told: Dicts = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        for number, item in enumerate(items):
+            try:
+                _add(told, item, f"input.{number}")
+            except BROKEN as error:
+                raise Refused(400, f"input.{number}: the item is not whole: {error!r:.80}", "input") from None
+        asked: dict[str, Any] = {"messages": told, "reasoning_effort": self.reasoning.get("effort")}
         try:
-            asked["tools"] = [_tool(one) for one in self.tools]
-            asked["tool_choice"] = _choice(self.tool_choice)
-        except (AttributeError, KeyError, TypeError) as error:
+            asked |= {"tools": [_tool(one) for one in self.tools], "tool_choice": _choice(self.tool_choice)}
+        except BROKEN as error:
             raise Refused(400, f"tools: a tool, or tool_choice, is not whole: {error!r:.80}", "tools") from None
         if form := self.text.get("format"):
             is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
             asked["response_format"] = {"type": "json_schema", "json_schema": form} if is_schema else form
-        asked |= {"parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
         asked |= {name: getattr(self, name) for name in {"temperature", "top_p"} & self.model_fields_set}
-        asked["max_tokens"] = self.max_output_tokens
-        self._chat = _Chat.of({name: one for name, one in asked.items() if one is not None}, defaults)
-
-    @property
-    def chat(self) -> ChatRequest:
-        """The chat that asks for the same."""
-        return self._chat
+        asked |= {"parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
+        return asked | {"max_tokens": self.max_output_tokens}
 
 
-def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat: what an assistant thinks, says and calls in a row is one of them."""
-    told: list[dict[str, Any]] = []
-    for number, item in enumerate(items):
-        kind, place = item.get("type", "message"), f"input.{number}"
-        try:
-            if kind == "message" and item["role"] != "assistant":
-                told.append({"role": item["role"], "content": _parts(item["content"], place)})
-            elif kind in ("function_call_output", "custom_tool_call_output"):
-                told.append({"role": "tool", "tool_call_id": item["call_id"], "content": _parts(item["output"], place)})
-            elif kind in ("message", "reasoning", "function_call", "custom_tool_call"):
-                if not told or told[-1]["role"] != "assistant" or (kind == "message" and told[-1]["content"]):
-                    told.append({"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []})
-                _add(told[-1], kind, item, place)
-            else:
-                raise Refused(400, f"{place}: an item {kind!r:.80} is not supported, the model takes text", "input")
-        except (AttributeError, KeyError, TypeError) as error:
-            raise Refused(400, f"{place}: the item is not whole: {error!r:.80}", "input") from None
-    return told
-
-
-def _add(turn: dict[str, Any], kind: str, item: dict[str, Any], place: str) -> None:
-    """Add an item to the turn of the assistant."""
+def _add(told: Dicts, item: dict[str, Any], place: str) -> None:
+    """Add an item to the messages of a chat: what an assistant thinks, says and calls in a row is one of them."""
+    kind = item.get("type", "message")
+    if kind == "message" and item["role"] != "assistant":
+        told.append({"role": item["role"], "content": text_of(item["content"], place, PARTS)})
+        return
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        said = text_of(item["output"], place, PARTS)
+        told.append({"role": "tool", "tool_call_id": item["call_id"], "content": said})
+        return
+    if kind not in ("message", "reasoning", "function_call", "custom_tool_call"):
+        raise Refused(400, f"{place}: an item {kind!r:.80} is not supported, the model takes text", "input")
+    if not told or told[-1]["role"] != "assistant" or (kind == "message" and told[-1]["content"]):
+        told.append({"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []})
     if kind == "message":
-        turn["content"] = _parts(item["content"], place)
+        told[-1]["content"] = text_of(item["content"], place, PARTS)
     elif kind == "reasoning":
-        turn["reasoning_content"] += _parts(item.get("content") or item.get("summary"), place)
+        told[-1]["reasoning_content"] += text_of(item.get("content") or item.get("summary"), place, PARTS)
     else:
         said = item["arguments"] if kind == "function_call" else json.dumps({"input": item["input"]})
-        turn["tool_calls"].append({"id": item["call_id"], "function": {"name": item["name"], "arguments": said}})
-
-
-def _parts(content: Any, place: str) -> str:
-    """Return the text of a content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part["type"] not in PARTS and part["type"] not in ("text", "refusal"):
-            raise Refused(400, f"{place}: {part['type']} is not supported, the model takes text", "input")
-    return "".join([part.get("text") or part.get("refusal") or "" for part in content])
+        told[-1]["tool_calls"].append({"id": item["call_id"], "function": {"name": item["name"], "arguments": said}})
 
 
 def _tool(one: dict[str, Any]) -> dict[str, Any]:

@@ -242,7 +242,7 @@ class Run:
         self._most = UNREAD // (1 + options.get("top_logprobs", 0))
         self._items: list[Any] = []  # that nobody has read
         self._is_over = False
-        self._came = asyncio.Event()
+        self._came: asyncio.Future[None] | None = None  # what waits for an item
 
     def listener(self, number: int, news: list[tuple[Run, Any]]) -> Callable[[TokenEvent], None] | None:
         """Return the listener that the engine calls with each token of a prompt."""
@@ -256,15 +256,22 @@ class Run:
                 self.end()
             self._is_over = isinstance(item, Exception)
             self._items.append(item)
-            self._came.set()
+            if self._came is not None and not self._came.done():
+                self._came.set_result(None)
+
+    async def _first(self) -> Any:
+        """Wait until there is an item."""
+        if not self._items:
+            self._came = asyncio.get_running_loop().create_future()
+            await self._came
+        return self._items[0]
 
     async def begin(self) -> Self:
         """Give it to the engine, as entering the block does."""
         self._runner.begin(self)
         try:
-            await self._came.wait()
-            if isinstance(self._items[0], Exception):
-                raise self._items[0]
+            if isinstance(item := await self._first(), Exception):
+                raise item
         except BaseException:
             self.end()
             raise
@@ -300,9 +307,7 @@ class Run:
 
     async def news(self) -> list[tuple[int, Any]]:
         """Return all that has come since the last time, once there is something."""
-        if not self._items:
-            self._came.clear()
-            await self._came.wait()
+        await self._first()
         items, self._items = self._items, []
         if isinstance(items[-1], Exception):
             self._items.append(items.pop())
