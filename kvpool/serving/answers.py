@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from json.encoder import encode_basestring_ascii as quote
 from typing import Any, NamedTuple
 
 from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
@@ -80,10 +81,14 @@ class Answer:
     def told(self, number: int, item: TokenEvent | Completion) -> list[bytes]:
         """Return the events of an item of a stream: a token, or the end of a prompt, if a sample had no last token."""
         if isinstance(item, TokenEvent):
-            if not item.text and item.finish_reason is None and self._nothing is None:
+            index, tokens, is_plain = self._n * number + item.index, self._nothing, item.finish_reason is None
+            is_plain = is_plain and tokens is None
+            if is_plain and not item.text:
                 return []
-            index, tokens = self._n * number + item.index, self._nothing
             self._sent[index] = None if item.finish_reason else (self._sent.get(index) or 0) + len(item.text)
+            if is_plain and (said := self.plain(index, item.text)):
+                text = f'{self._begin}{{"index":{index},{said},"logprobs":null,"finish_reason":null}}]}}\n\n'
+                return [text.encode()]
             if tokens is not None and item.finish_reason != "eos":
                 tokens = [item]
             delta = self.delta(index, item.text, _end(self._body, item), tokens)
@@ -136,6 +141,10 @@ class Answer:
         """Return a piece of a choice."""
         raise NotImplementedError
 
+    def plain(self, index: int, text: str) -> str | None:
+        """Return what a piece says as JSON, if it is nothing but text: most pieces are."""
+        raise NotImplementedError
+
     choice: Callable[[int, str, End, Tokens], Told]
 
 
@@ -152,6 +161,9 @@ class TextAnswer(Answer):
 
     def choice(self, index: int, text: str, end: End, tokens: Tokens) -> Told:
         return self.delta(index, self._echo[index] + text if self._echo else text, end, self._before(index, tokens))
+
+    def plain(self, index: int, text: str) -> str:
+        return f'"text":{quote(text)}'
 
     def _before(self, index: int, tokens: Tokens) -> Tokens:
         return [*self.scored[index], *(tokens or ())] if self.scored else tokens
@@ -203,6 +215,10 @@ class ChatAnswer(Answer):
             del call["index"]
         told = {"role": "assistant", "content": None if reader.num_calls else "", **said}
         return self._choice(index, "message", told, end, tokens, reader)
+
+    def plain(self, index: int, text: str) -> str | None:
+        kind = self._readers[index].plain(text)
+        return None if kind is None else f'"delta":{{"{FIELDS[kind]}":{quote(text)}}}'
 
     def _said(self, reader: Reader, text: str, end: End | None) -> Told:
         said: Told = {}

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -53,9 +53,8 @@ T = TypeVar("T")
 PAGE = Path(__file__).with_name("page.html")
 PING_SECONDS = 10  # between two comments in a stream: a prompt may be read for minutes, and proxies cut what is silent
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"  # of the page
-LIVE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # of a stream: nginx would hold it back
+LIVE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Content-Type": "text/event-stream; charset=utf-8"}
 LONGEST_PATH = 200  # bytes of a path in the log
-LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
 REJECTED = {"queue_full": 429, "deadline": 504}
 POLLED = {"/health", "/ready", "/metrics", "/status"}  # a line for each would hide the others
 TWO_LENGTHS = {b"content-length", b"transfer-encoding"}  # RFC 9112, 6.3: after both, the connection is closed
@@ -124,14 +123,13 @@ class Service:
         self.peers: Counter[Any] = Counter()
         posts = {"/v1/completions": self.completions, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
         posts |= {"/v1/messages/count_tokens": self.count_tokens} | dict.fromkeys(CHATS, self.chat)
-        gets = {"/v1/models": self.models, "/v1/models/{name:path}": self.one_model, "/metrics": self.statistics}
+        gets = {"/v1/models": self.models, "/v1/models/{name:path}": self.models, "/metrics": self.statistics}
         gets |= {"/status": self.status, "/health": self.health, "/ready": self.ready}
         gets |= {"/": self.page} if settings.has_page else {}
         routes = [Route(path, self._guarded(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, self._guarded(endpoint)) for path, endpoint in gets.items()]
         self._paths = posts.keys() | gets.keys()
-        handlers = {Refused: _refusal, HTTPException: _wrong_path, Exception: _failure}
-        app: Any = Starlette(routes=routes, exception_handlers=handlers)
+        app: Any = Starlette(routes=routes, exception_handlers={HTTPException: _refusal, Exception: _failure})
         app.router.redirect_slashes = False  # to where the client's Host says
         if settings.origins:
             app = CORSMiddleware(
@@ -162,6 +160,7 @@ class Service:
                 message = {**message, "headers": headers}
             await send(message)
 
+        state["send"] = send
         self.active += 1
         self.peers[peer] += 1
         try:
@@ -240,21 +239,17 @@ class Service:
         tokens, decode = (await self._read(DetokenizeRequest, request)).tokens, self._tokenizer.decode
         return JSONResponse({"prompt": await self._aside(request, self._short, len(tokens), decode, tokens)})
 
-    def _model(self, name: str) -> dict[str, Any]:
-        """Return a name of the model in the forms of both APIs."""
-        most = self._engine.max_model_len
-        told = {"id": name, "object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": most}
-        other = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", "max_input_tokens": most}
-        return told | other
-
     async def models(self, request: Request) -> Response:
-        names = self._settings.names
+        """Return the names of the model, or one of them, in the forms of both APIs."""
+        names, most = self._settings.names, self._engine.max_model_len
+        told = {"object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": most, "type": "model"}
+        told |= {"created_at": "1970-01-01T00:00:00Z", "max_input_tokens": most}
+        data = [{"id": name, "display_name": name, **told} for name in names]
+        if (one := request.path_params.get("name")) is not None:
+            self._check_name(one)
+            return JSONResponse(data[names.index(one)])
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return JSONResponse({"object": "list", "data": list(map(self._model, names)), **ends})
-
-    async def one_model(self, request: Request) -> Response:
-        self._check_name(name := request.path_params["name"])
-        return JSONResponse(self._model(name))
+        return JSONResponse({"object": "list", "data": data, **ends})
 
     async def page(self, request: Request) -> Response:
         return Response(PAGE.read_bytes(), media_type="text/html", headers={"Content-Security-Policy": POLICY})
@@ -268,11 +263,14 @@ class Service:
         return JSONResponse(told | await self._runner.ask(blocks_by_tenant))
 
     async def health(self, request: Request) -> Response:
-        lost = self._runner.failure is not None
-        return _error(request.scope, 503, "the engine is lost") if lost else JSONResponse({"status": "ok"})
+        if self._runner.failure is not None:
+            raise Refused(503, "the engine is lost")
+        return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        return _error(request.scope, 503, "the server stops") if self.is_draining else await self.health(request)
+        if self.is_draining:
+            raise Refused(503, "the server stops")
+        return await self.health(request)
 
     async def statistics(self, request: Request) -> Response:
         body, headers = self._metrics.text()
@@ -492,12 +490,12 @@ CHATS: dict[str, Any] = {
 }
 
 
-class Stream(StreamingResponse):
+class Stream(Response):
     """The answer to a run, sent in pieces as they come. If the client hangs up, the run is cancelled."""
 
     def __init__(self, run: Run, answer: Answer | BlockAnswer) -> None:
-        super().__init__(self._pieces(), headers=LIVE, media_type="text/event-stream")
-        self._run, self._answer = run, answer
+        self.status_code, self.background, self._run, self._answer = 200, None, run, answer
+        self.init_headers(LIVE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer. Raise an error that comes before the first byte; send a later one as an event."""
@@ -506,7 +504,8 @@ class Stream(StreamingResponse):
         pings = asyncio.create_task(self._ping())
         try:
             with suppress(ClientDisconnect):
-                await _unless_gone(receive, self.stream_response(send))
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await _unless_gone(receive, self._pieces(scope["state"]["send"]))
         finally:
             pings.cancel()
             self._run.end()
@@ -516,21 +515,22 @@ class Stream(StreamingResponse):
             await asyncio.sleep(PING_SECONDS)
             self._run.put((0, None))
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        """Yield all that has come at a time, so a client that reads slowly gets few pieces."""
+    async def _pieces(self, send: Send) -> None:
+        """Send all that has come at a time. `send` is the server's: each token would go through all middleware."""
         answer, run = self._answer, self._run
-        yield b"".join(answer.opening(len(run.prompts)))
+        events = answer.opening(len(run.prompts))
         try:
             while len(run.completions) < len(run.prompts):
-                items = await run.news()
-                events = [told for item in items for told in (answer.told(*item) if item[1] else self._sign())]
                 if events:
-                    yield b"".join(events)
+                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                events = []
+                for number, item in await run.news():
+                    events += answer.told(number, item) if item else self._sign()
+            events += answer.ending(run.completions)
         except EngineFailed as error:
             _log.warning("a stream ends early: %s", error)
-            yield b"".join(answer.failure(str(error)))
-            return
-        yield b"".join(answer.ending(run.completions))
+            events += answer.failure(str(error))
+        await send({"type": "http.response.body", "body": b"".join(events)})
 
     def _sign(self) -> list[bytes]:
         """Return a comment, while a prompt is read with how far that is; and what this API has for that."""
@@ -612,20 +612,13 @@ def _error(scope: Scope, status: int, message: str, param: str | None = None, co
     return JSONResponse(told, status)
 
 
-async def _wrong_path(request: Request, error: Any) -> JSONResponse:
-    """Answer in the event loop, as the next two do: starlette would start a thread for a plain function."""
-    text = "there is no such path: docs/serving.md lists them" if error.status_code == 404 else error.detail
-    found = _error(request.scope, error.status_code, text)
+async def _refusal(request: Request, error: Any) -> JSONResponse:
+    """Answer in the event loop, as the next one does: starlette would start a thread for a plain function."""
+    text = "there is no such path: docs/serving.md lists them" if error.detail == "Not Found" else error.detail
+    found = _error(request.scope, error.status_code, text, *(getattr(error, name, None) for name in ("param", "code")))
     found.headers.update(error.headers or {})  # Allow, with 405
     return found
 
 
 async def _failure(request: Request, error: Exception) -> JSONResponse:
     return _error(request.scope, 500, f"the server failed: {type(error).__name__}")
-
-
-async def _refusal(request: Request, error: Any) -> JSONResponse:
-    found = _error(request.scope, error.status, error.message, error.param, error.code)
-    if error.status in (429, 503):
-        found.headers["Retry-After"] = str(max(1, min(LONGEST_WAIT, math.ceil(error.wait))))
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property, partial, reduce
@@ -17,6 +18,7 @@ from openai.types import completion_create_params
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase, ResponseFormat
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict, get_type_hints, is_typeddict
 
@@ -30,6 +32,7 @@ FIELDS = 300  # of one body, and biases
 BRACKETS = 2**18
 TOOLS = 128
 LISTED = 4096
+LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
 Dicts = list[dict[str, Any]]
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
 Stops = Annotated[list[Stop], Field(max_length=8)]
@@ -49,7 +52,7 @@ UNIONS = (Union, UnionType)
 Form = TypeVar("Form", bound="Request")
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """A request gets an error: the HTTP status, a message for the client, the field that is wrong, and a code.
 
     With 429 and 503 it is told after how many seconds it may come again.
@@ -58,8 +61,9 @@ class Refused(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, wait: float = 0
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.wait = status, message, param, code, wait
+        seconds = str(max(1, min(LONGEST_WAIT, math.ceil(wait))))
+        super().__init__(status, message, {"Retry-After": seconds} if status in (429, 503) else None)
+        self.param, self.code = param, code
 
 
 # ----------------------------------------------------------------------------------------------- types of the SDKs

@@ -50,7 +50,7 @@ class Runner:
     """
 
     def __init__(self, make: Callable[[], Engine], on_end: Callable[[Completion], None] = lambda completion: None):
-        self._make, self._on_end, self._is_stopping = make, on_end, False
+        self._make, self._on_end, self.is_stopping = make, on_end, False
         self._calls: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._news: list[tuple[Run, Any]] = []  # of the thread, until the step is over
         self._owners: dict[Hashable, tuple[Run, int]] = {}  # of the thread: by the engine's id
@@ -68,7 +68,7 @@ class Runner:
 
     async def stop(self) -> int:
         """Cancel what runs, end the thread and the trial of grammars. Return the blocks that are still in use."""
-        self._is_stopping = True
+        self.is_stopping = True
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
         if self.engine.grammars.trial is not None:
@@ -129,7 +129,7 @@ class Runner:
                 run, number = self._owners.pop(completion.id)
                 self._news.append((run, _wrong(completion) or (number, completion)))
 
-    def _begin(self, run: Run, engine: Engine) -> None:
+    def begin(self, run: Run, engine: Engine) -> None:
         """Submit all prompts of a run, or none."""
         if self.failure is not None:
             self._news.append((run, EngineFailed("the engine is lost")))
@@ -144,11 +144,12 @@ class Runner:
                 _log.error("a request failed", exc_info=error)
                 error = EngineFailed(f"the request failed: {type(error).__name__}")
             self._news.append((run, error))  # first: to cancel may fail, too
-            self._cancel(run, engine)
+            self.cancel(run, engine)
         else:
             self._news.append((run, None))
 
-    def _cancel(self, run: Run, engine: Engine) -> None:
+    def cancel(self, run: Run, engine: Engine) -> None:
+        """Cancel the prompts of a run that have not ended."""
         for id in run.ids:
             if self._owners.pop(id, None) is not None and id in engine:
                 engine.cancel(id)
@@ -167,29 +168,14 @@ class Runner:
             if isinstance(item, tuple) and isinstance(item[1], Completion):
                 self._on_end(item[1])
 
-    def begin(self, run: Run) -> None:
-        """Give a run to the thread."""
-        if self._is_stopping:
-            run.put(Stopped("the server stops"))
-        else:
-            self._calls.put(partial(self._begin, run))
-
-    def end(self, run: Run) -> None:
-        """Cancel the prompts of a run that have not ended. You may call it at any time."""
-        self._calls.put(partial(self._cancel, run))
-
-    def look(self, run: Run) -> None:
-        """Have the thread note how far the prompts of a run are read."""
-        self._calls.put(partial(_look, run))
+    def call(self, what: Callable[..., Any], *args: Any) -> None:
+        """Have the thread call something with the engine, between two steps. You may call it at any time."""
+        self._calls.put(partial(what, *args))
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
-        """Return what a function says of the engine. The thread calls it between two steps."""
+        """Return what a function says of the engine. The thread calls it."""
         answer: asyncio.Future[T] = self._loop.create_future()
-
-        def call(engine: Engine) -> None:
-            self._loop.call_soon_threadsafe(answer.set_result, question(engine))
-
-        self._calls.put(call)
+        self.call(lambda engine: self._loop.call_soon_threadsafe(answer.set_result, question(engine)))
         return await answer
 
 
@@ -268,7 +254,10 @@ class Run:
 
     async def begin(self) -> Self:
         """Give it to the engine, as entering the block does."""
-        self._runner.begin(self)
+        if self._runner.is_stopping:
+            self.put(Stopped("the server stops"))
+        else:
+            self._runner.call(self._runner.begin, self)
         try:
             if isinstance(item := await self._first(), Exception):
                 raise item
@@ -279,12 +268,12 @@ class Run:
         return self
 
     def end(self) -> None:
-        """Cancel what still runs, as leaving the block does."""
-        self._runner.end(self)
+        """Cancel what still runs, as leaving the block does. You may call it at any time."""
+        self._runner.call(self._runner.cancel, self)
 
     def look(self) -> int:
         """Have the engine count the prompt tokens that it has read. Return how many these were the last time."""
-        self._runner.look(self)
+        self._runner.call(_look, self)
         return self.num_read
 
     @property
@@ -313,8 +302,11 @@ class Run:
             self._items.append(items.pop())
             if not items:
                 raise self._items[0]
-        self.completions += [item for _, item in items if isinstance(item, Completion)]
-        self._num_heard += sum(isinstance(item, TokenEvent) for _, item in items)
+        for _, item in items:
+            if isinstance(item, Completion):
+                self.completions.append(item)
+            elif item:
+                self._num_heard += 1
         return items
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TokenEvent | Completion]]:
