@@ -505,7 +505,7 @@ class Stream(Response):
         try:
             with suppress(ClientDisconnect):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await _unless_gone(receive, self._pieces(scope["state"]["send"]))
+                await _unless_gone(receive, self._pieces(scope["state"]))
         finally:
             pings.cancel()
             self._run.end()
@@ -515,9 +515,9 @@ class Stream(Response):
             await asyncio.sleep(PING_SECONDS)
             self._run.put((0, None))
 
-    async def _pieces(self, send: Send) -> None:
-        """Send all that has come at a time. `send` is the server's: each token would go through all middleware."""
-        answer, run = self._answer, self._run
+    async def _pieces(self, state: dict[str, Any]) -> None:
+        """Send all that has come at a time, straight to the server: each token would go through all middleware."""
+        answer, run, send = self._answer, self._run, state["send"]
         events = answer.opening(len(run.prompts))
         try:
             while len(run.completions) < len(run.prompts):
@@ -528,7 +528,8 @@ class Stream(Response):
                     events += answer.told(number, item) if item else self._sign()
             events += answer.ending(run.completions)
         except EngineFailed as error:
-            _log.warning("a stream ends early: %s", error)
+            state["error"] = str(error)
+            _log.warning("a stream ends early: %s", error, extra={"told": {"id": _id()}})
             events += answer.failure(str(error))
         await send({"type": "http.response.body", "body": b"".join(events)})
 

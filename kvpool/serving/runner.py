@@ -284,7 +284,7 @@ class Run:
         first = min((one.first_token - one.arrived for one in times if one.first_token is not None), default=None)
         return {
             "prompt": sum(map(len, self.prompts)),
-            "cached": sum(completion.samples[0].output.num_cached for completion in self.completions),
+            "cached": sum(one.samples[0].output.num_cached for one in self.completions) if self.completions else None,
             "generated": sum(len(sample.tokens) for sample in samples) or self._num_heard,
             "first": None if first is None else round(first, 3),
         }
