@@ -3,7 +3,7 @@
 - `runner`: one thread owns the engine. It takes requests, and sends events to the event loop.
 - `requests`: what clients may send. It is checked before the engine sees it.
 - `texts`: where texts become tokens, in the fair order of tenants.
-- `answers`: what clients get, whole or in pieces. `blocks`: the same of APIs whose answers are lists of blocks.
+- `answers`: what clients get, whole or in pieces.
 - `messages`, `responses`: the APIs of that kind, each as the chat that asks for the same.
 - `scores`: logprobs of a prompt.
 - `app`: the ASGI application: routes, checks, errors. `page.html`: a page for people.

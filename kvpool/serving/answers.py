@@ -1,161 +1,214 @@
-"""Answers in the form of OpenAI's API: completions and chats, whole or in pieces."""
+"""Answers to one request, whole or in pieces: choices as OpenAI's older APIs have them, or a list of blocks."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any, NamedTuple
 
-from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent, Top
-from kvpool.serving.requests import Generation
+from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
+from kvpool.serving.requests import ChatRequest, Generation
 from kvpool.serving.speech import Manner, Reader
 
-Tokens = Sequence[TokenEvent] | None
-Event = tuple[str | None, Any]  # of a stream: its name, if it has one, and its data
-GOES_ON = {"finish_reason": None}
+Tokens = Sequence[TokenEvent] | None  # that have the logprobs of a text. None: nobody wants them
+Told = dict[str, Any]
 FIELDS = {"thinking": "reasoning_content", "text": "content"}
 LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not have
+encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # in ASCII: a model may say half a character
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """The end of an answer.
+def event(data: Any, name: str | None = None) -> bytes:
+    """Return an event of a stream."""
+    text = f"data: {data if isinstance(data, str) else encode(data)}\n\n"
+    return (text if name is None else f"event: {name}\n{text}").encode()
 
-    Attributes
-    ----------
-    reason : str
-        "eos": by itself. "stop": the client's stop string or stop token came. "length": anything else ended it.
-    by : str, int or None
-        That stop string or token.
-    """
+
+class End(NamedTuple):
+    """The end of an answer. `reason` is "eos": by itself; "stop": `by` a stop of the client; "length": by all else."""
 
     reason: str
     by: str | int | None = None
 
     @classmethod
-    def of_token(cls, body: Generation, one: TokenEvent) -> End | None:
-        """Return how the answer to a request ended with a token. None: it goes on."""
-        return None if one.finish_reason is None else cls._of(body, one.finish_reason, one.token, one.stop)
-
-    @classmethod
-    def of_sample(cls, body: Generation, sample: Sample) -> End:
-        """Return how the answer to a request ended."""
-        token = int(sample.tokens[-1]) if len(sample.tokens) else None
-        return cls._of(body, sample.finish_reason, token, sample.stop)
-
-    @classmethod
-    def _of(cls, body: Generation, reason: str, token: int | None, stop: str | None) -> End:
+    def of(cls, body: Generation, reason: str, token: int | None, stop: str | None) -> End:
+        """Return it by what the engine says of the last token."""
         by = stop if stop in body.stop else token if reason == "eos" and token in body.stop_token_ids else None
-        if by is not None:
-            return cls("stop", by)
-        return cls("eos" if reason in ("eos", "stop") else "length")
+        return cls("eos" if reason in ("eos", "stop") else "length") if by is None else cls("stop", by)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the model has said all that it wanted to say."""
-        return self.reason == "eos"
-
-    def told(self, calls: bool = False) -> dict[str, Any]:
-        """Return the fields of a choice. `calls`: the answer ends with calls that are whole."""
-        why = "length" if self.reason == "length" else "tool_calls" if calls else "stop"
-        return {"finish_reason": why} | ({} if self.by is None else {"stop_reason": self.by})
+    @classmethod
+    def of_sample(cls, body: Generation, one: Sample) -> End:
+        """Return it of a sample."""
+        return cls.of(body, one.finish_reason, int(one.tokens[-1]) if len(one.tokens) else None, one.stop)
 
 
-class TextForm:
-    """Choices of ``/v1/completions``.
+def _end(body: Generation, one: TokenEvent) -> End | None:
+    return None if one.finish_reason is None else End.of(body, one.finish_reason, one.token, one.stop)
 
-    Parameters
-    ----------
-    decode : callable
-        Makes text of a token.
-    echo : sequence of str
-        What each choice begins with. Empty: nothing.
 
-    Attributes
-    ----------
-    scored : list
-        The tokens of that text for each choice, where their logprobs are wanted. The first has none.
-    """
+def _reason(end: End | None, calls: bool = False) -> Told:
+    """Return the fields of a choice. `calls`: it ends with calls that are whole."""
+    if end is None:
+        return {"finish_reason": None}
+    why = "length" if end.reason == "length" else "tool_calls" if calls else "stop"
+    return {"finish_reason": why} | ({} if end.by is None else {"stop_reason": end.by})
 
-    prefix, whole, piece = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, decode: Callable[[int], str], echo: Sequence[str] = ()) -> None:
-        self._decode, self._echo = decode, echo
-        self._offsets: dict[int, int] = {}  # where the next token of a choice begins
+class Answer:
+    """An answer of choices: sample i of prompt p is the choice p * n + i, the best first if there are more than n."""
+
+    ping = b""  # of a stream that is silent, beside a comment
+    prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, body: Generation, prompt_tokens: int, decode: Callable[[int], str]) -> None:
+        self._n, self._body, self._decode, self._prompt_tokens = body.n, body, decode, prompt_tokens
+        self._wants_usage = bool(body.stream_options.get("include_usage"))
+        self._nothing: Tokens = None if body.tops is None else []
+        self._tokens: dict[tuple[int, int], list[TokenEvent]] = {}  # of each sample, if the request wants logprobs
+        self._sent: dict[int, int | None] = {}  # characters of each choice of a stream, None: it has ended
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        usage = {"usage": None} if self._wants_usage else {}
+        self._begin = f'data: {encode(self._head | {"object": self.piece_kind} | usage)[:-1]},"choices":['
+
+    def opening(self, prompts: int) -> list[bytes]:
+        """Return what a stream begins with."""
+        return [self._event(choice) for i in range(prompts * self._n) for choice in self.first(i)]
+
+    def told(self, number: int, item: TokenEvent | Completion) -> list[bytes]:
+        """Return the events of an item of a stream: a token, or the end of a prompt, if a sample had no last token."""
+        if isinstance(item, TokenEvent):
+            index, tokens, is_plain = self._n * number + item.index, self._nothing, item.finish_reason is None
+            is_plain = is_plain and tokens is None
+            if is_plain and not item.text:
+                return []
+            self._sent[index] = None if item.finish_reason else (self._sent.get(index) or 0) + len(item.text)
+            if is_plain and (said := self.plain(index, item.text)):
+                text = f'{self._begin}{{"index":{index},{said},"logprobs":null,"finish_reason":null}}]}}\n\n'
+                return [text.encode()]
+            if tokens is not None and item.finish_reason != "eos":
+                tokens = [item]
+            delta = self.delta(index, item.text, _end(self._body, item), tokens)
+            is_silent = tokens is None and item.finish_reason is None and delta.get("delta") == {}
+            return [] if is_silent else [self._event(delta)]
+        samples = [(self._n * number + one.output.index, one) for one in item.samples]
+        left = [(index, self._sent.get(index, 0), one) for index, one in samples]
+        ends = [(index, one.text[at:], End.of_sample(self._body, one)) for index, at, one in left if at is not None]
+        return [self._event(self.delta(*one, self._nothing)) for one in ends]
+
+    def hear(self, number: int, item: TokenEvent | Completion) -> None:
+        """Keep a token for a whole answer with logprobs."""
+        if isinstance(item, TokenEvent) and item.finish_reason != "eos":
+            self._tokens.setdefault((number, item.index), []).append(item)
+
+    def _event(self, choice: Told) -> bytes:
+        return f"{self._begin}{encode(choice)}]}}\n\n".encode()
+
+    def whole(self, completions: Sequence[Completion]) -> Told:
+        """Return the answer as one object. `completions` are those of the prompts, in order."""
+        best = [(n, one) for n, completion in enumerate(completions) for one in _best(completion.samples, self._n)]
+        heard = [self._tokens.get((number, one.output.index), self._nothing) for number, one in best]
+        choices = [
+            self.choice(index, one.text, End.of_sample(self._body, one), tokens)
+            for index, ((_, one), tokens) in enumerate(zip(best, heard, strict=True))
+        ]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(completions)}
+
+    def ending(self, completions: Sequence[Completion]) -> list[bytes]:
+        """Return what a stream ends with."""
+        last = {**self._head, "object": self.piece_kind, "choices": [], "usage": self._usage(completions)}
+        return [event(last)] * self._wants_usage + [event("[DONE]")]
+
+    def failure(self, message: str) -> list[bytes]:
+        """Return the events of a stream that ends with an error."""
+        return [event(refusal(500, message))]
+
+    def _usage(self, completions: Sequence[Completion]) -> Told:
+        """Return how many tokens were in the prompts, were generated, and were found in the prefix cache."""
+        written = sum(len(sample.tokens) for completion in completions for sample in completion.samples)
+        cached = sum(completion.samples[0].output.num_cached for completion in completions)
+        told = {"prompt_tokens": self._prompt_tokens, "completion_tokens": written}
+        return told | {"total_tokens": sum(told.values()), "prompt_tokens_details": {"cached_tokens": cached}}
+
+    def first(self, index: int) -> list[Told]:
+        """Return what a choice of a stream begins with."""
+        raise NotImplementedError
+
+    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> Told:
+        """Return a piece of a choice."""
+        raise NotImplementedError
+
+    def plain(self, index: int, text: str) -> str | None:
+        """Return what a piece says as JSON, if it is nothing but text: most pieces are."""
+        raise NotImplementedError
+
+    choice: Callable[[int, str, End, Tokens], Told]
+
+
+class TextAnswer(Answer):
+    """Of ``/v1/completions``. Each choice begins with its text in `echo`, whose tokens `scored` has if it is scored."""
+
+    def __init__(self, *args: Any, echo: Sequence[str] = ()) -> None:
+        super().__init__(*args)
+        self._echo, self._offsets = echo, dict[int, int]()  # where the next token of a choice begins
         self.scored: list[list[TokenEvent]] = []
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        """Return what a stream begins with."""
+    def first(self, index: int) -> list[Told]:
         return [self.delta(index, self._echo[index], None, self._before(index, None))] if self._echo else []
 
-    def choice(self, index: int, text: str, end: End, tokens: Tokens) -> dict[str, Any]:
-        """Return a choice. `tokens` have the logprobs; None: it has none."""
+    def choice(self, index: int, text: str, end: End, tokens: Tokens) -> Told:
         return self.delta(index, self._echo[index] + text if self._echo else text, end, self._before(index, tokens))
 
+    def plain(self, index: int, text: str) -> str:
+        return f'"text":{quote(text)}'
+
     def _before(self, index: int, tokens: Tokens) -> Tokens:
-        """Return the tokens of the prompt, if their logprobs are wanted, and these."""
         return [*self.scored[index], *(tokens or ())] if self.scored else tokens
 
-    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> dict[str, Any]:
-        """Return a piece of a choice."""
-        logprobs = None if tokens is None else self._logprobs(index, tokens)
-        return {"index": index, "text": text, "logprobs": logprobs} | (GOES_ON if end is None else end.told())
+    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> Told:
+        listed = None if tokens is None else self._logprobs(index, tokens)
+        return {"index": index, "text": text, "logprobs": listed} | _reason(end)
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
-        texts, begin = [self._decode(one.token) for one in tokens], self._offsets.get(index, 0)
-        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=begin)
-        known = [None if one.id is None else one for one in tokens]  # the first token of a prompt has no logprob
+    def _logprobs(self, index: int, tokens: Sequence[TokenEvent]) -> Told:
+        texts, known = [self._decode(one.token) for one in tokens], [one.id is not None and one for one in tokens]
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets.get(index, 0))
         return {
             "tokens": texts,
-            "token_logprobs": [one and _finite(one.logprob) for one in known],
-            "top_logprobs": [one and self._likeliest(one.top) for one in known],
+            "token_logprobs": [_finite(one.logprob) if one else None for one in known],  # none of a prompt's first
+            "top_logprobs": [self._likeliest(one) if one else None for one in known],
             "text_offset": offsets,
         }
 
-    def _likeliest(self, top: Top) -> dict[str, float]:
+    def _likeliest(self, one: TokenEvent) -> dict[str, float]:
         """Return likely tokens by their text. Another token with a text that is there already goes by its number."""
         named: dict[str, float] = {}
-        for token, logprob in top:
+        for token, logprob in one.top:
             text = self._decode(token)
             named[f"token_id:{token}" if text in named else text] = _finite(logprob)
         return named
 
 
-class ChatForm:
-    """Choices of ``/v1/chat/completions``.
+class ChatAnswer(Answer):
+    """Of ``/v1/chat/completions``. `spell` gives the bytes of a token."""
 
-    Parameters
-    ----------
-    decode : callable
-        Makes text of a token.
-    spell : callable
-        Gives the bytes of a token.
-    manner : Manner
-        How the model marks what it says.
-    """
+    prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    def __init__(self, *args: Any, spell: Callable[[int], bytes], manner: Manner) -> None:
+        super().__init__(*args)
+        self._spell, self._manner, self._readers = spell, manner, dict[int, Reader]()
 
-    def __init__(self, decode: Callable[[int], str], spell: Callable[[int], bytes], manner: Manner) -> None:
-        self._decode, self._spell, self._manner = decode, spell, manner
-        self._readers: dict[int, Reader] = {}
-
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        """Return what a stream begins with."""
+    def first(self, index: int) -> list[Told]:
         self._readers[index] = Reader(self._manner)
         return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
 
-    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> dict[str, Any]:
-        """Return a piece of a choice."""
+    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> Told:
         reader = self._readers[index]
         return self._choice(index, "delta", self._said(reader, text, end), end, tokens, reader)
 
-    def choice(self, index: int, text: str, end: End, tokens: Tokens) -> dict[str, Any]:
-        """Return a choice. `tokens` have the logprobs; None: it has none."""
+    def choice(self, index: int, text: str, end: End, tokens: Tokens) -> Told:
         reader = Reader(self._manner)
         said = self._said(reader, text, end)
         for call in said.get("tool_calls", ()):
@@ -163,10 +216,14 @@ class ChatForm:
         told = {"role": "assistant", "content": None if reader.num_calls else "", **said}
         return self._choice(index, "message", told, end, tokens, reader)
 
-    def _said(self, reader: Reader, text: str, end: End | None) -> dict[str, Any]:
-        said: dict[str, Any] = {}
+    def plain(self, index: int, text: str) -> str | None:
+        kind = self._readers[index].plain(text)
+        return None if kind is None else f'"delta":{{"{FIELDS[kind]}":{quote(text)}}}'
+
+    def _said(self, reader: Reader, text: str, end: End | None) -> Told:
+        said: Told = {}
         last = reader.num_calls - 1
-        for kind, piece in reader.read(text, end is not None, end is not None and end.is_whole):
+        for kind, piece in reader.read(text, end is not None, end is not None and end.reason == "eos"):
             if kind in FIELDS:
                 said[FIELDS[kind]] = said.get(FIELDS[kind], "") + piece
                 continue
@@ -180,122 +237,93 @@ class ChatForm:
                 calls.append({"index": last, "function": {"arguments": piece}})
         return said
 
-    def _choice(
-        self, index: int, name: str, said: dict[str, Any], end: End | None, tokens: Tokens, reader: Reader
-    ) -> dict[str, Any]:
-        logprobs = None if tokens is None else {"content": [self._logprob(one) for one in tokens], "refusal": None}
-        told = GOES_ON if end is None else end.told(calls=reader.num_calls > 0 and not reader.is_cut)
-        return {"index": index, name: said, "logprobs": logprobs} | told
+    def _choice(self, index: int, name: str, said: Told, end: End | None, tokens: Tokens, reader: Reader) -> Told:
+        listed = None if tokens is None else {"content": [self._logprob(one) for one in tokens], "refusal": None}
+        is_called = reader.num_calls > 0 and not reader.is_cut
+        return {"index": index, name: said, "logprobs": listed} | _reason(end, is_called)
 
-    def _logprob(self, one: TokenEvent) -> dict[str, Any]:
+    def _logprob(self, one: TokenEvent) -> Told:
         return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*pair) for pair in one.top]}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float) -> Told:
         return {"token": self._decode(token), "logprob": _finite(logprob), "bytes": list(self._spell(token))}
 
 
-class Answer:
-    """The answer to one request.
+class BlockAnswer:
+    """An answer that is a list of blocks: thoughts, texts and calls. It has what `Answer` has for a server."""
 
-    Parameters
-    ----------
-    form : TextForm or ChatForm
-    model : str
-        The name of the model.
-    body : Generation
-        The request. Sample i of prompt p is the choice p * n + i, the best sample first if there are more than n.
-    prompt_tokens : int
-        Of all prompts.
-    """
+    ping = b""
+    begun: Callable[[str, Any], Told]  # of "thinking", "text" or "call" with its `Call`: a block that says nothing yet
+    opening: Callable[[int], list[bytes]]
+    open: Callable[[int], list[bytes]]  # of a block's number: the events with which it begins
+    delta: Callable[[int, str, str], list[bytes]]  # number, kind and text: the events of more text in it
+    close: Callable[[int], list[bytes]]
+    end: Callable[[Completion], list[bytes]]  # the events behind the last block
+    failure: Callable[[str], list[bytes]]
+    object: Callable[[Completion], Told]  # the whole answer
 
-    ping: Event = (None, None)  # of a stream that is silent: nothing but a comment
+    def __init__(self, model: str, body: ChatRequest, prompt_tokens: int, manner: Manner, asked: Any = None) -> None:
+        self._asked = asked  # the request, of which `body` is the chat
+        self._model, self._body, self._prompt_tokens, self._reader = model, body, prompt_tokens, Reader(manner)
+        self._blocks: list[Told] = []  # as a stream begins them
+        self._kinds: list[str] = []
+        self._said: list[str] = []  # in each block
+        self._sent, self._has_ended = 0, False  # characters of a stream
 
-    def __init__(self, form: TextForm | ChatForm, model: str, body: Generation, prompt_tokens: int) -> None:
-        self.form, self.n, self._body = form, body.n, body
-        self.wants_usage, self.wants_logprobs = body.stream_options.get("include_usage"), body.tops is not None
-        self._tokens: dict[tuple[int, int], list[TokenEvent]] = {}  # of each sample, if the request wants logprobs
-        self._sent: dict[int, int | None] = {}  # characters of each choice of a stream, None: it has ended
-        self._prompt_tokens = prompt_tokens
-        self._head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    def told(self, number: int, item: TokenEvent | Completion) -> list[bytes]:
+        if isinstance(item, TokenEvent):
+            return self._read(item.text, _end(self._body, item))
+        sample = item.samples[0]
+        return [] if self._has_ended else self._read(sample.text[self._sent :], End.of_sample(self._body, sample))
 
-    def opening(self, prompts: int) -> list[Event]:
-        """Return what a stream begins with."""
-        return [self._event([choice]) for i in range(prompts * self.n) for choice in self.form.opening(i)]
+    def ending(self, completions: Sequence[Completion]) -> list[bytes]:
+        begun = [] if self._blocks else self._add("text", "")
+        return [*begun, *self.close(len(self._blocks) - 1), *self.end(completions[0])]
 
-    def piece(self, number: int, token: TokenEvent) -> list[Event]:
-        """Return the event of a token, none if it shows nothing."""
-        if not token.text and token.finish_reason is None and not self.wants_logprobs:
-            return []
-        index, tokens = self.n * number + token.index, None
-        self._sent[index] = None if token.finish_reason else (self._sent.get(index) or 0) + len(token.text)
-        if self.wants_logprobs:
-            tokens = [token] if token.finish_reason != "eos" else []
-        delta = self.form.delta(index, token.text, End.of_token(self._body, token), tokens)
-        is_silent = tokens is None and token.finish_reason is None and delta.get("delta") == {}
-        return [] if is_silent else [self._event([delta])]
+    def hear(self, number: int, item: TokenEvent | Completion) -> None:
+        pass  # these forms have no logprobs
 
-    def closing(self, number: int, completion: Completion) -> list[Event]:
-        """Return the last events of the samples whose last token came before they ended."""
-        nothing: Tokens = [] if self.wants_logprobs else None
-        events = []
-        for sample in completion.samples:
-            index = self.n * number + sample.output.index
-            if (sent := self._sent.get(index, 0)) is not None:
-                end = End.of_sample(self._body, sample)
-                events.append(self._event([self.form.delta(index, sample.text[sent:], end, nothing)]))
-        return events
+    def whole(self, completions: Sequence[Completion]) -> Told:
+        self._read(completions[0].text, End.of_sample(self._body, completions[0].samples[0]))
+        if self._reader.is_cut and self._kinds and self._kinds[-1] == "call" and arguments_of(self._said[-1]) is None:
+            del self._blocks[-1], self._kinds[-1], self._said[-1]  # with any arguments the call would look whole
+        if not self._blocks:
+            self._add("text", "")
+        return self.object(completions[0])
 
-    def hear(self, number: int, token: TokenEvent) -> None:
-        """Keep a token for a whole answer with logprobs."""
-        if token.finish_reason != "eos":
-            self._tokens.setdefault((number, token.index), []).append(token)
+    def _read(self, text: str, end: End | None) -> list[bytes]:
+        """Keep what a text says. Return the events that say it."""
+        self._sent, self._has_ended = self._sent + len(text), end is not None
+        pieces = self._reader.read(text, end is not None, end is not None and end.reason == "eos")
+        return [one for kind, said in pieces for one in self._add(kind, said)]
 
-    def _event(self, choices: list[dict[str, Any]]) -> Event:
-        usage = {"usage": None} if self.wants_usage else {}
-        return None, {**self._head, "object": self.form.piece, "choices": choices, **usage}
-
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return the answer as one object. `completions` are those of the prompts, in order."""
-        nothing: Tokens = [] if self.wants_logprobs else None
-        best = [
-            (number, sample)
-            for number, completion in enumerate(completions)
-            for sample in _best(completion.samples, self.n)
-        ]
-        choices = [
-            self.form.choice(
-                index,
-                sample.text,
-                End.of_sample(self._body, sample),
-                self._tokens.get((number, sample.output.index), nothing),
-            )
-            for index, (number, sample) in enumerate(best)
-        ]
-        return {**self._head, "object": self.form.whole, "choices": choices, "usage": self.usage(completions)}
-
-    def ending(self, completions: Sequence[Completion]) -> list[Event]:
-        """Return what a stream ends with."""
-        last = [(None, self._event([])[1] | {"usage": self.usage(completions)})] if self.wants_usage else []
-        return [*last, (None, "[DONE]")]
-
-    def failure(self, message: str) -> list[Event]:
-        """Return the event of a stream that ends with an error."""
-        return [(None, refusal(500, message))]
-
-    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return how many tokens were in the prompts, were generated, and were found in the prefix cache."""
-        written = sum(len(sample.tokens) for completion in completions for sample in completion.samples)
-        cached = sum(completion.samples[0].output.num_cached for completion in completions)
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": written,
-            "total_tokens": self._prompt_tokens + written,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+    def _add(self, kind: str, said: Any) -> list[bytes]:
+        """Keep a piece. Return the events that say it: perhaps a new block, and its text."""
+        events: list[bytes] = []
+        if kind == "call" or not self._blocks or (self._kinds[-1] != kind and kind != "arguments"):
+            events += self.close(len(self._blocks) - 1) if self._blocks else []
+            self._blocks.append(self.begun(kind, said))
+            self._kinds.append(kind)
+            self._said.append("")
+            events += self.open(len(self._blocks) - 1)
+        if kind == "call":
+            return events
+        self._said[-1] += said
+        return events + self.delta(len(self._blocks) - 1, kind, said)
 
 
-def refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return an error in this form."""
+def arguments_of(text: str) -> Told | None:
+    """Return the arguments of a call as an object. None: they are no such JSON."""
+    try:
+        read = json.loads(text)
+        encode(read)  # 1e999 is none
+    except (ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> Told:
+    """Return an error in OpenAI's form."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from asgi_correlation_id import CorrelationIdMiddleware, correlation_id
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -32,8 +30,7 @@ from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
 from kvpool.adapters.mlx_lm.grammar import Grammar, Trial
 from kvpool.errors import RequestRejected
 from kvpool.serving import messages
-from kvpool.serving.answers import Answer, ChatForm, Event, TextForm, refusal
-from kvpool.serving.blocks import BlockAnswer
+from kvpool.serving.answers import Answer, BlockAnswer, ChatAnswer, TextAnswer, encode, refusal
 from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
 from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import (
@@ -47,21 +44,19 @@ from kvpool.serving.requests import (
     parse,
 )
 from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
-from kvpool.serving.runner import DeadlinePassed, EngineFailed, Run, Runner, blocks_by_tenant
+from kvpool.serving.runner import EngineFailed, Run, Runner, blocks_by_tenant
 from kvpool.serving.scores import Given, first_of
 from kvpool.serving.speech import Manner
 from kvpool.serving.texts import Processes, Threads, most_bytes, shared
 
 T = TypeVar("T")
-Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 PAGE = Path(__file__).with_name("page.html")
 PING_SECONDS = 10  # between two comments in a stream: a prompt may be read for minutes, and proxies cut what is silent
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"  # of the page
+LIVE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Content-Type": "text/event-stream; charset=utf-8"}
 LONGEST_PATH = 200  # bytes of a path in the log
-LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
 REJECTED = {"queue_full": 429, "deadline": 504}
 POLLED = {"/health", "/ready", "/metrics", "/status"}  # a line for each would hide the others
-_log = logging.getLogger(__name__)
 TWO_LENGTHS = {b"content-length", b"transfer-encoding"}  # RFC 9112, 6.3: after both, the connection is closed
 BODY_SECONDS = 30  # for a client to send its body
 LONG = 2**16  # bytes of a body that is read in a thread, and of a text that becomes tokens apart from shorter ones
@@ -73,131 +68,69 @@ FILLS = (  # marks of models that fill a gap: before the text, before what follo
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<\u2581PRE>", "<\u2581SUF>", "<\u2581MID>"),
 )
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings that the server was started with.
+    """What the server was started with. With `keys`, a client needs one, which says its tenant; else all are one."""
 
-    Attributes
-    ----------
-    names : tuple of str
-        The names that clients use for the model.
-    hosts : frozenset of str
-        Names that ``Host`` may have, in lower case and without a port. Others are refused: the request may come from
-        a web page that has another name for this address.
-    keys : mapping of keys to tenants
-        A client needs one of them. Empty: no key is needed, and all clients are one tenant.
-    weights : mapping of tenants to numbers
-        Their shares of the threads and processes that tokenize.
-    max_tokens : int
-        Tokens to generate for a request that does not say how many.
-    max_connections : int
-        Requests that are answered at a time. One more that has a body gets status 503.
-    max_body : int
-        Bytes of a body, at most.
-    origins : tuple of str
-        Web pages that may ask the server from a browser. ``*``: all.
-    is_strict : bool
-        Whether unknown fields are refused.
-    has_page : bool
-        Whether there is a page for people.
-    defaults : dict
-        Of fields that a request leaves out. They may be set until the server starts.
-    evicts : bool
-        Whether sequences may be longer than the pool.
-    chat_template : str, optional
-        In place of the tokenizer's.
-    template_options : mapping
-        Options of the chat template, if a request does not have others.
-    """
-
-    names: tuple[str, ...]
-    hosts: frozenset[str]
+    names: tuple[str, ...]  # that clients use for the model
+    hosts: frozenset[str]  # of `Host`, lower, no port: a web page elsewhere may have another name for this address
     keys: Mapping[str, str] = field(default_factory=dict)
-    weights: Mapping[str, float] = field(default_factory=dict)
-    max_tokens: int = 512
-    max_connections: int = 1024
-    max_body: int = 4 * 2**20
-    origins: tuple[str, ...] = ()
-    is_strict: bool = False
+    weights: Mapping[str, float] = field(default_factory=dict)  # of tenants at threads and processes that tokenize
+    max_tokens: int = 512  # of an answer, if a request does not say
+    max_connections: int = 1024  # requests that are answered at a time; one more that has a body gets 503
+    max_body: int = 4 * 2**20  # bytes
+    origins: tuple[str, ...] = ()  # of web pages that may ask from a browser; "*": all
+    is_strict: bool = False  # unknown fields are refused
     has_page: bool = True
-    defaults: dict[str, Any] = field(default_factory=dict)
-    evicts: bool = False
-    chat_template: str | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)  # of fields; they may be set until the server starts
+    evicts: bool = False  # sequences may be longer than the pool
+    chat_template: str | None = None  # in place of the tokenizer's
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # if a request does not have others
 
 
 class Service:
-    """The endpoints.
+    """The endpoints, on a runner that has started.
 
-    Parameters
-    ----------
-    runner : Runner
-        Started already.
-    settings : Settings
-
-    Attributes
-    ----------
-    is_draining : bool
-        Whether new requests are refused because the server stops.
-    active : int
-        Requests that are not answered yet, from their first line to the end of the answer.
-    ids : set of str
-        Of these requests.
-    peers : Counter
-        The same by the address of their client, each of which is a connection.
+    `active` requests are not answered yet, from their first line to the end of the answer, `peers` counts them by the
+    address of their client, each of which is a connection, and `ids` has their ids. New ones are refused while it
+    `is_draining`, because the server stops.
     """
 
     def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
         self._runner, self._settings, self._metrics = runner, settings, metrics
-        tokenizer, weights = runner.engine.tokenizer, settings.weights
+        self._engine, weights = runner.engine, settings.weights
+        self._tokenizer = tokenizer = runner.engine.tokenizer
         self._decode: Callable[[int], str] = lru_cache(2**18)(lambda token: tokenizer.decode([token]))
         self._spell: Callable[[int], bytes] = lru_cache(2**18)(speller(tokenizer))
-        runner.engine.grammars.trial = Trial(tokenizer, runner.engine.vocab_size)
+        self._engine.grammars.trial = Trial(tokenizer, self._engine.vocab_size)
         self._newline = tokenizer.encode("\n")
         apart = AT_A_TIME - (len(weights) > 1)  # one tenant does not hold another one up
         self._short = Threads("tokenizer", AT_A_TIME, apart, weights)
         self._long = Threads("long-texts", AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
         self._grammars = Threads("grammars", 1, 1, weights)
         made = shared(tokenizer)
-        self._most_bytes = None if made is None else most_bytes(made)
-        self._processes = None
+        self._most_bytes, self._processes = None if made is None else most_bytes(made), None
         if made is not None:
             self._processes = Processes(made, tokenizer.split_special_tokens, AT_A_TIME, apart, weights)
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
-        pool, is_known = runner.engine.kv.pool, not settings.evicts and len(runner.engine.kv.pool.options.groups) < 2
+        pool, is_known = self._engine.kv.pool, not settings.evicts and len(self._engine.kv.pool.options.groups) < 2
         self._room = 1 + (pool.num_blocks - pool.stats().reserved) * pool.block_size if is_known else math.inf  # tokens
-        self.is_draining = False
-        self.active = 0
+        self.is_draining, self.active = False, 0
         self.ids: set[str] = set()
         self.peers: Counter[Any] = Counter()
-        posts: dict[str, Endpoint] = {
-            "/v1/completions": self.completions,
-            "/v1/chat/completions": self.chat,
-            "/v1/responses": self.responses,
-            "/v1/messages": self.messages,
-            "/v1/messages/count_tokens": self.count_tokens,
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
-        }
-        gets: dict[str, Endpoint] = {
-            "/v1/models": self.models,
-            "/v1/models/{name:path}": self.one_model,
-            "/metrics": self.statistics,
-            "/status": self.status,
-        }
-        free: dict[str, Endpoint] = {"/health": self.health, "/ready": self.ready}
-        free |= {"/": self.page} if settings.has_page else {}
+        posts = {"/v1/completions": self.completions, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
+        posts |= {"/v1/messages/count_tokens": self.count_tokens} | dict.fromkeys(CHATS, self.chat)
+        gets = {"/v1/models": self.models, "/v1/models/{name:path}": self.models, "/metrics": self.statistics}
+        gets |= {"/status": self.status, "/health": self.health, "/ready": self.ready}
+        gets |= {"/": self.page} if settings.has_page else {}
         routes = [Route(path, self._guarded(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, self._guarded(endpoint)) for path, endpoint in gets.items()]
-        routes += [Route(path, self._guarded(endpoint, needs_key=False)) for path, endpoint in free.items()]
-        self._paths = posts.keys() | gets.keys() | free.keys()
-        starlette = Starlette(
-            routes=routes, exception_handlers={Refused: _refusal, HTTPException: _wrong_path, Exception: _failure}
-        )
-        starlette.router.redirect_slashes = False  # to where the client's Host says
-        app: Any = starlette
+        self._paths = posts.keys() | gets.keys()
+        app: Any = Starlette(routes=routes, exception_handlers={HTTPException: _refusal, Exception: _failure})
+        app.router.redirect_slashes = False  # to where the client's Host says
         if settings.origins:
             app = CORSMiddleware(
                 app,
@@ -219,15 +152,15 @@ class Service:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._metrics.answered(scope["path"] if scope["path"] in self._paths else "other", status)
-                more = [(b"request-id", (correlation_id.get() or "").encode())]  # as Anthropic calls it
+                headers = [*message["headers"], (b"request-id", _id().encode())]  # as Anthropic calls it
                 if ignored := state.get("ignored"):
-                    more.append((b"x-ignored-fields", ", ".join(ignored)[:LONGEST_PATH].encode()))
-                headers = [*message["headers"], *more]
+                    headers.append((b"x-ignored-fields", ", ".join(ignored)[:LONGEST_PATH].encode()))
                 if {name for name, _ in scope["headers"]} >= TWO_LENGTHS:  # a proxy may see another request behind it
                     headers = [pair for pair in headers if pair[0] != b"connection"] + [(b"connection", b"close")]
                 message = {**message, "headers": headers}
             await send(message)
 
+        state["send"] = send
         self.active += 1
         self.peers[peer] += 1
         try:
@@ -237,20 +170,16 @@ class Service:
                 await _error(scope, 503, "the server stops")(scope, receive, counted)
         finally:
             self.active -= 1
-            self.ids.discard(correlation_id.get() or "")
+            self.ids.discard(_id())
             self.peers[peer] -= 1
             self.peers += Counter()  # without those that have none
             if status != 200 or scope["path"] not in POLLED:
-                self._note(scope, status, time.monotonic() - began)
-
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        """Log an answer."""
-        state = scope["state"]
-        path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
-        told = {"id": correlation_id.get(), "tenant": state.get("tenant"), "status": status or "no answer"}
-        told |= {} if "run" not in state else state["run"].told
-        told |= {"total": round(seconds, 3), "ignored": state.get("ignored"), "error": state.get("error")}
-        _log.info("%s %s", scope["method"], path, extra={"told": told})
+                path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
+                told = {"id": _id(), "tenant": state.get("tenant"), "status": status or "no answer"}
+                told |= {} if "run" not in state else state["run"].told
+                told |= {"total": round(time.monotonic() - began, 3)}
+                told |= {name: state.get(name) for name in ("ignored", "error")}
+                _log.info("%s %s", scope["method"], path, extra={"told": told})
 
     async def close(self) -> None:
         """End the processes that tokenize."""
@@ -260,122 +189,101 @@ class Service:
     # ------------------------------------------------------------------------------------------- endpoints
 
     async def completions(self, request: Request) -> Response:
-        """``POST /v1/completions``."""
-        body = await self._read(CompletionRequest, request)
-        decode = self._runner.engine.tokenizer.decode
+        body, decode = await self._read(CompletionRequest, request), self._tokenizer.decode
         for one in body.prompt:
             self._check_room(self._fewest(one), "or more ")
         prompts: list[Sequence[int]] = []
         echo = []
         for one in body.prompt:
-            if isinstance(one, str) and body.suffix is not None:
+            is_text = isinstance(one, str)
+            if is_text and body.suffix is not None:
                 prompts.append(await self._around_gap(request, one, body.suffix))
             else:
-                prompts.append(await self._tokens(request, one) if isinstance(one, str) else one)
+                prompts.append(await self._tokens(request, one) if is_text else one)
             if body.echo:
-                text = one if isinstance(one, str) else await self._aside(request, self._short, len(one), decode, one)
-                echo += [text] * body.n
-        form = TextForm(self._decode, echo)
-        answer = Answer(form, self._named(body), body, sum(map(len, prompts)))
+                decoded = one if is_text else await self._aside(request, self._short, len(one), decode, one)
+                echo += [decoded] * body.n
+        answer = TextAnswer(self._named(body), body, sum(map(len, prompts)), self._decode, echo=echo)
         if body.scores:
-            completions = await self._score(request, body, form, prompts)
+            completions = await self._score(request, body, answer, prompts)
             if body.max_tokens == 0:
-                return Response(json.dumps(answer.whole(completions), allow_nan=False), media_type="application/json")
+                return _answered(answer.whole(completions))
         return await self._answer(request, body, answer, prompts, Manner())
 
     async def chat(self, request: Request) -> Response:
-        """``POST /v1/chat/completions``."""
-        body = await self._read(ChatRequest, request)
+        """Answer a conversation, in the API that the path belongs to."""
+        form = CHATS[request.url.path]
+        asked = await self._read(form, request)
+        body, name = asked.chat, self._named(asked)
         prompt = await self._templated(request, body)
-        manner = self._manner(body, prompt)
-        answer = Answer(ChatForm(self._decode, self._spell, manner), self._named(body), body, len(prompt))
+        tools = body.template_options.get("tools", [])
+        manner = Manner.of(self._tokenizer, prompt, tools, body.by_grammar, not body.parallel_tool_calls)
+        answer: Answer | BlockAnswer
+        if form is ChatRequest:
+            answer = ChatAnswer(name, body, len(prompt), self._decode, spell=self._spell, manner=manner)
+        else:
+            kind = MessageAnswer if form is MessagesRequest else ResponseAnswer
+            answer = kind(name, body, len(prompt), manner, asked)
         return await self._answer(request, body, answer, [prompt], manner)
 
-    async def responses(self, request: Request) -> Response:
-        """``POST /v1/responses``."""
-        asked = await self._read(ResponsesRequest, request)
-        return await self._in_blocks(request, asked.chat, partial(ResponseAnswer, asked), asked)
-
-    async def messages(self, request: Request) -> Response:
-        """``POST /v1/messages``."""
-        asked = await self._read(MessagesRequest, request)
-        return await self._in_blocks(request, asked.chat, MessageAnswer, asked)
-
-    async def _in_blocks(
-        self, request: Request, body: ChatRequest, form: Callable[..., BlockAnswer], asked: Any
-    ) -> Response:
-        prompt = await self._templated(request, body)
-        manner = self._manner(body, prompt)
-        return await self._answer(request, body, form(self._named(asked), body, len(prompt), manner), [prompt], manner)
-
     async def count_tokens(self, request: Request) -> Response:
-        """``POST /v1/messages/count_tokens``."""
         body = (await self._read(CountRequest, request)).chat
         return JSONResponse({"input_tokens": len(await self._templated(request, body, counts=True))})
 
     async def tokenize(self, request: Request) -> Response:
-        """``POST /tokenize``, as vLLM has it."""
         body = await self._read(TokenizeRequest, request)
         tokens = [int(token) for token in await self._tokens(request, body.prompt, special=body.add_special_tokens)]
-        most = self._runner.engine.max_model_len
-        return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
+        return JSONResponse({"count": len(tokens), "max_model_len": self._engine.max_model_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        """``POST /detokenize``, as vLLM has it."""
-        tokens, decode = (await self._read(DetokenizeRequest, request)).tokens, self._runner.engine.tokenizer.decode
+        tokens, decode = (await self._read(DetokenizeRequest, request)).tokens, self._tokenizer.decode
         return JSONResponse({"prompt": await self._aside(request, self._short, len(tokens), decode, tokens)})
 
-    def _model(self, name: str) -> dict[str, Any]:
-        """Return a name of the model in the forms of both APIs."""
-        most = self._runner.engine.max_model_len
-        told = {"id": name, "object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": most}
-        other = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", "max_input_tokens": most}
-        return told | other
-
     async def models(self, request: Request) -> Response:
-        """``GET /v1/models``."""
-        names = self._settings.names
+        """Return the names of the model, or one of them, in the forms of both APIs."""
+        names, most = self._settings.names, self._engine.max_model_len
+        told = {"object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": most, "type": "model"}
+        told |= {"created_at": "1970-01-01T00:00:00Z", "max_input_tokens": most}
+        data = [{"id": name, "display_name": name, **told} for name in names]
+        if (one := request.path_params.get("name")) is not None:
+            self._check_name(one)
+            return JSONResponse(data[names.index(one)])
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return JSONResponse({"object": "list", "data": list(map(self._model, names)), **ends})
-
-    async def one_model(self, request: Request) -> Response:
-        """``GET /v1/models/NAME``."""
-        self._check_name(name := request.path_params["name"])
-        return JSONResponse(self._model(name))
+        return JSONResponse({"object": "list", "data": data, **ends})
 
     async def page(self, request: Request) -> Response:
-        """``GET /``: a page for people."""
         return Response(PAGE.read_bytes(), media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
     async def status(self, request: Request) -> Response:
-        """``GET /status``: what the page shows."""
-        engine, now = self._runner.engine, self._runner.engine.scheduler.stats()
+        """Return what the page shows."""
+        engine, now = self._engine, self._engine.scheduler.stats()
         told = {"model": self._settings.names, "max_model_len": engine.max_model_len, "route": engine.kv.route}
         told |= {"running": now.prefilling + now.decoding, "waiting": now.waiting, "sampled": now.sampled_tokens}
         told |= {"prompts": now.hit_tokens + now.prefill_tokens, "found": now.hit_tokens}
         return JSONResponse(told | await self._runner.ask(blocks_by_tenant))
 
     async def health(self, request: Request) -> Response:
-        """``GET /health``: 200 while the engine lives."""
-        lost = self._runner.failure is not None
-        return _error(request.scope, 503, "the engine is lost") if lost else JSONResponse({"status": "ok"})
+        if self._runner.failure is not None:
+            raise Refused(503, "the engine is lost")
+        return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """``GET /ready``: 200 while new requests are served."""
-        return _error(request.scope, 503, "the server stops") if self.is_draining else await self.health(request)
+        if self.is_draining:
+            raise Refused(503, "the server stops")
+        return await self.health(request)
 
     async def statistics(self, request: Request) -> Response:
-        """``GET /metrics``."""
         body, headers = self._metrics.text()
         return Response(body, headers=headers)
 
     # ------------------------------------------------------------------------------------------- a request comes in
 
-    def _guarded(self, endpoint: Endpoint, needs_key: bool = True) -> Endpoint:
+    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Any:
         """Return the endpoint with checks of ``Host`` and of the key before it."""
+        needs_key = endpoint not in (self.health, self.ready, self.page)
 
         async def guarded(request: Request) -> Response:
-            self.ids.add(correlation_id.get() or "")
+            self.ids.add(_id())
             host = request.headers.get("host", "")
             name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
             if name.lower() not in self._settings.hosts:
@@ -437,7 +345,7 @@ class Service:
     async def _aside(self, request: Request, place: Threads | Processes, cost: float, *call: Any) -> Any:
         """Run what may take long outside the event loop. `cost` counts as what its tenant got, see `Turns`."""
         tenant = request.state.tenant
-        most = self._runner.engine.scheduler.places(tenant)
+        most = self._engine.scheduler.places(tenant)
         if most is not None and self._texts[tenant] > most:
             raise Refused(429, f"{self._texts[tenant]} requests wait to be read", code="queue_full")
         self._texts[tenant] += 1
@@ -457,14 +365,13 @@ class Service:
         if len(text) > LONG and self._processes is not None:
             tokens: Sequence[int] = await self._aside(request, self._processes, len(text), text, special)
             return tokens  # an array: they may be too many for a list
-        place = self._long if len(text) > LONG else self._short
-        encode = self._runner.engine.tokenizer.encode
+        encode = self._tokenizer.encode
         call = encode if special else partial(encode, add_special_tokens=False)
-        return list(await self._aside(request, place, len(text), call, text))
+        return list(await self._aside(request, self._long if len(text) > LONG else self._short, len(text), call, text))
 
     async def _around_gap(self, request: Request, before: str, after: str) -> Sequence[int]:
         """Return the tokens of a prompt whose answer is to stand between two texts."""
-        vocab = self._runner.engine.tokenizer.get_vocab()
+        vocab = self._tokenizer.get_vocab()
         marks = next((marks for marks in FILLS if vocab.keys() >= set(marks)), None)
         if marks is None:
             raise Refused(400, "suffix: the tokenizer of this model has no marks to fill a gap", "suffix")
@@ -479,14 +386,14 @@ class Service:
         return 1 if self._most_bytes is None else -(-len(prompt.encode()) // self._most_bytes)
 
     def _check_room(self, tokens: int, more: str = "") -> None:
-        room = self._runner.engine.max_model_len
+        room = self._engine.max_model_len
         if room is not None and tokens >= room:
             text = f"{tokens} {more}prompt tokens leave no room for an answer: the model takes {room} of both together"
             raise Refused(400, text, code="context_length_exceeded")
 
     async def _templated(self, request: Request, body: ChatRequest, *, counts: bool = False) -> Sequence[int]:
         """Return the tokens of a conversation. With `counts` it may be longer than the model takes."""
-        tokenizer, options = self._runner.engine.tokenizer, body.template_options
+        tokenizer, options = self._tokenizer, body.template_options
         if not tokenizer.has_chat_template:
             raise Refused(400, "messages: this model has no chat template", "messages")
         if options.get("tools") and not body.by_grammar and not tokenizer.has_tool_calling:
@@ -503,53 +410,42 @@ class Service:
             self._check_room(self._fewest(text), "or more ")
         return await self._tokens(request, text, special=False)
 
-    def _manner(self, body: ChatRequest, prompt: Sequence[int]) -> Manner:
-        """Return how the model will mark what it says."""
-        tools = body.template_options.get("tools", [])
-        return Manner.of(self._runner.engine.tokenizer, prompt, tools, body.by_grammar, not body.parallel_tool_calls)
-
     async def _grammar(
         self, request: Request, body: Generation, forms: list[tuple[str, Any, str]], samples: int, manner: Manner
     ) -> Grammar:
         """Return the grammar that the answer follows, compiled."""
-        engine, last = self._runner.engine, forms[-1][2]
+        grammars, last = self._engine.grammars, forms[-1][2]
         after = manner.think[1] if manner.think and manner.thinks_first else ""
         if body.min_tokens or body.ignore_eos:
             name = "min_tokens" if body.min_tokens else "ignore_eos"
             raise Refused(400, f"{name} cannot be combined with {last}, which says where the answer ends", name)
-
         if samples > FORMED:
             raise Refused(400, f"n: {samples} samples of all prompts, the limit with {last} is {FORMED}", "n")
 
         def compiled(kind: str, text: Any, field: str) -> Grammar:
             try:
-                read = text(engine.grammars.mark) if callable(text) else text
-                made: Grammar = getattr(engine.grammars, kind)(read, after)
-                return made
+                read: Grammar = getattr(grammars, kind)(text(grammars.mark) if callable(text) else text, after)
+                return read
             except (ImportError, ValueError) as error:
                 raise Refused(400, f"{field}: {_plain(error)}", field) from error
 
-        made: Grammar
-        for form in forms:
-            made = await self._aside(request, self._grammars, 1.0, compiled, *form)
-        return made
+        made: list[Grammar] = [await self._aside(request, self._grammars, 1.0, compiled, *form) for form in forms]
+        return made[-1]
 
     # ------------------------------------------------------------------------------------------- an answer goes out
 
     async def _answer(
-        self,
-        request: Request,
-        body: Generation,
-        answer: Answer | BlockAnswer,
-        prompts: list[Sequence[int]],
-        manner: Manner,
+        self, request: Request, body: Generation, answer: Any, prompts: list[Sequence[int]], manner: Manner
     ) -> Response:
-        engine, state = self._runner.engine, request.state
+        engine, state = self._engine, request.state
         places = engine.scheduler.places(state.tenant)
         if places is not None and len(prompts) > places:
             text = f"prompt: {len(prompts)} prompts in one request; at most {places} requests of this tenant may wait"
             raise Refused(400, text, "prompt")
-        most = self._fitting(body, max(map(len, prompts)))
+        self._check_room(longest := max(map(len, prompts)))
+        most = self._settings.max_tokens if body.max_tokens is None else body.max_tokens
+        room = min(self._room, engine.max_model_len or math.inf) - longest
+        most = int(max(1, min(most, room)))  # what the request wants, or what fits behind its prompt
         if body.min_tokens > most:
             raise Refused(400, f"min_tokens is {body.min_tokens}, more than max_tokens ({most})", "min_tokens")
         if body.tops is not None and not body.stream:
@@ -557,93 +453,91 @@ class Service:
             if told > LOGPROBS:
                 text = f"logprobs: up to {told} in one answer, the limit is {LOGPROBS}; stream the answer to get more"
                 raise Refused(400, text, "logprobs")
-        options = body.options(tuple(engine.tokenizer.eos_token_ids), state.tenant, state.began) | {"max_tokens": most}
+        ends = tuple(self._tokenizer.eos_token_ids)
+        options = body.options(ends, state.tenant, state.began) | {"max_tokens": most}
         options["stop"] = [*body.stop, *manner.stops]
         if forms := body.forms:
             options["grammar"] = await self._grammar(request, body, forms, len(prompts) * body.width, manner)
         if body.xtc_probability:
-            options["xtc_special_tokens"] = (*self._newline, *engine.tokenizer.eos_token_ids)
+            options["xtc_special_tokens"] = (*self._newline, *ends)
         state.run = run = self._runner.run(prompts, body.stream or body.tops is not None, options)
-        if body.stream:
-            return Stream(run, answer)
-        return await _unless_gone(request.receive, _whole(run, answer))
-
-    def _fitting(self, body: Generation, longest: int) -> int:
-        """Return how many tokens an answer may have: what the request wants, or what fits behind its prompt."""
-        self._check_room(longest)
-        most = self._settings.max_tokens if body.max_tokens is None else body.max_tokens
-        room = min(self._room, self._runner.engine.max_model_len or math.inf)
-        return int(max(1, min(most, room - longest)))
+        return Stream(run, answer) if body.stream else await _unless_gone(request.receive, _whole(run, answer))
 
     async def _score(
-        self, request: Request, body: CompletionRequest, form: TextForm, prompts: list[Sequence[int]]
+        self, request: Request, body: CompletionRequest, answer: TextAnswer, prompts: list[Sequence[int]]
     ) -> list[Completion]:
         """Have the engine say each prompt, and keep the logprobs of its tokens. Return what it said, as no tokens."""
         if body.stream and body.max_tokens == 0:
             raise Refused(400, "stream: a prompt that is only scored is not streamed", "stream")
-        state, completions, grammars = request.state, [], self._runner.engine.grammars
+        state, completions, grammars = request.state, [], self._engine.grammars
         options = body.options((), state.tenant, state.began) | {"n": 1, "eos": (), "min_tokens": 0}
         for prompt in prompts:
             self._check_room(len(prompt))
             own = {"max_tokens": max(1, len(prompt) - 1), "grammar": Given(prompt[1:], grammars)}
             state.run = run = self._runner.run([prompt[:1]], True, options | own)
-            heard, completion = await _unless_gone(request.receive, _heard(run))
-            form.scored += [[first_of(prompt), *heard[: len(prompt) - 1]]] * body.n
-            (sample,) = completion.samples
+            heard = await _unless_gone(request.receive, _heard(run))
+            answer.scored += [[first_of(prompt), *heard[: len(prompt) - 1]]] * body.n
+            (sample,) = run.completions[0].samples
             none = replace(sample, tokens=sample.tokens[:0], text="", finish_reason="length")
-            completions.append(replace(completion, samples=(none,) * body.n))
+            completions.append(replace(run.completions[0], samples=(none,) * body.n))
         return completions
 
 
-class Stream(EventSourceResponse):
+CHATS: dict[str, Any] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
+
+
+class Stream(Response):
     """The answer to a run, sent in pieces as they come. If the client hangs up, the run is cancelled."""
 
     def __init__(self, run: Run, answer: Answer | BlockAnswer) -> None:
-        super().__init__(self._pieces(), sep="\n", ping=PING_SECONDS, ping_message_factory=self._sign)
-        self._run, self._answer = run, answer
+        self.status_code, self.background, self._run, self._answer = 200, None, run, answer
+        self.init_headers(LIVE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer. Raise an error that comes before the first byte; send a later one as an event."""
         with _refusals():
             await self._run.begin()
+        pings = asyncio.create_task(self._ping())
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientDisconnect):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await _unless_gone(receive, self._pieces(scope["state"]))
         finally:
+            pings.cancel()
             self._run.end()
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        answer, completions = self._answer, {}
-        yield _encoded(answer.opening(len(self._run.prompts)))
-        try:
-            async for number, item in self._run:
-                if isinstance(item, Completion):
-                    completions[number] = item
-                events = answer.closing(number, item) if isinstance(item, Completion) else answer.piece(number, item)
-                if events:
-                    yield _encoded(events)
-        except EngineFailed as error:
-            _log.warning("a stream ends early: %s", error)
-            yield _encoded(answer.failure(str(error)))
-            return
-        yield _encoded(answer.ending(list(completions.values())))
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            self._run.put((0, None))
 
-    def _sign(self) -> ServerSentEvent:
-        """Return a comment, while a prompt is read with how far that is; or what this API has instead."""
+    async def _pieces(self, state: dict[str, Any]) -> None:
+        """Send all that has come at a time, straight to the server: each token would go through all middleware."""
+        answer, run, send = self._answer, self._run, state["send"]
+        events = answer.opening(len(run.prompts))
+        try:
+            while len(run.completions) < len(run.prompts):
+                if events:
+                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                events = []
+                for number, item in await run.news():
+                    events += answer.told(number, item) if item else self._sign()
+            events += answer.ending(run.completions)
+        except EngineFailed as error:
+            state["error"] = str(error)
+            _log.warning("a stream ends early: %s", error, extra={"told": {"id": _id()}})
+            events += answer.failure(str(error))
+        await send({"type": "http.response.body", "body": b"".join(events)})
+
+    def _sign(self) -> list[bytes]:
+        """Return a comment, while a prompt is read with how far that is; and what this API has for that."""
         read, known = self._run.look(), sum(map(len, self._run.prompts))
         comment = f"{read} of {known} prompt tokens are read" if read < known else "the answer goes on"
-        event, data = self._answer.ping
-        return ServerSentEvent(data, event=event, comment=comment, sep="\n")
-
-
-def _encoded(events: list[Event]) -> bytes:
-    """Return server-sent events as bytes."""
-    told = [(name, data if isinstance(data, str) else _json(data)) for name, data in events]
-    return b"".join([ServerSentEvent(data, event=name, sep="\n").encode() for name, data in told])
-
-
-def _json(data: Any) -> str:
-    """Return JSON in ASCII: a model may escape half of a character."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+        return [f": {comment}\n".encode(), self._answer.ping or b"\n"]
 
 
 async def _whole(run: Run, answer: Answer | BlockAnswer) -> Response:
@@ -652,21 +546,21 @@ async def _whole(run: Run, answer: Answer | BlockAnswer) -> Response:
     with _refusals():
         async with run:
             async for number, item in run:
+                answer.hear(number, item)
                 if isinstance(item, Completion):
                     completions[number] = item
-                else:
-                    answer.hear(number, item)
     ended = [completions[number] for number in sorted(completions)]
-    text = await asyncio.to_thread(lambda: _json(answer.whole(ended)))  # it may be long
-    return Response(text, media_type="application/json")
+    return await asyncio.to_thread(lambda: _answered(answer.whole(ended)))  # it may be long
 
 
-async def _heard(run: Run) -> tuple[list[TokenEvent], Completion]:
-    """Return the tokens of a run of one prompt, and how it ended."""
+def _answered(data: Any) -> Response:
+    return Response(encode(data), media_type="application/json")
+
+
+async def _heard(run: Run) -> list[TokenEvent]:
     with _refusals():
         async with run:
-            heard = [item async for _, item in run]
-    return [item for item in heard if isinstance(item, TokenEvent)], run.completions[0]
+            return [item async for _, item in run if isinstance(item, TokenEvent)]
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -678,8 +572,8 @@ async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
             raise ClientDisconnect
         return await job
     finally:
-        for task in (job, gone):
-            task.cancel()
+        job.cancel()
+        gone.cancel()
         await asyncio.wait((job, gone))
 
 
@@ -699,13 +593,16 @@ def _refusals() -> Iterator[None]:
     except (TypeError, ValueError) as error:
         raise Refused(400, _plain(error)) from error
     except EngineFailed as error:
-        code = "deadline" if isinstance(error, DeadlinePassed) else None
-        raise Refused(error.status, str(error), code=code) from error
+        raise Refused(error.status, str(error), code=error.code) from error
 
 
 def _plain(error: Exception) -> str:
     """Return a message without the ``[call]`` at its beginning."""
     return str(error).partition("] ")[2] or str(error)
+
+
+def _id() -> str:
+    return correlation_id.get() or ""
 
 
 def _error(scope: Scope, status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
@@ -716,20 +613,13 @@ def _error(scope: Scope, status: int, message: str, param: str | None = None, co
     return JSONResponse(told, status)
 
 
-async def _wrong_path(request: Request, error: Any) -> JSONResponse:
-    """Answer in the event loop, as the next two do: starlette would start a thread for a plain function."""
-    text = "there is no such path: docs/serving.md lists them" if error.status_code == 404 else error.detail
-    found = _error(request.scope, error.status_code, text)
+async def _refusal(request: Request, error: Any) -> JSONResponse:
+    """Answer in the event loop, as the next one does: starlette would start a thread for a plain function."""
+    text = "there is no such path: docs/serving.md lists them" if error.detail == "Not Found" else error.detail
+    found = _error(request.scope, error.status_code, text, *(getattr(error, name, None) for name in ("param", "code")))
     found.headers.update(error.headers or {})  # Allow, with 405
     return found
 
 
 async def _failure(request: Request, error: Exception) -> JSONResponse:
     return _error(request.scope, 500, f"the server failed: {type(error).__name__}")
-
-
-async def _refusal(request: Request, error: Any) -> JSONResponse:
-    found = _error(request.scope, error.status, error.message, error.param, error.code)
-    if error.status in (429, 503):
-        found.headers["Retry-After"] = str(max(1, min(LONGEST_WAIT, math.ceil(error.wait))))
-    return found

@@ -15,7 +15,6 @@ from typing import Any
 
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.groups import arenas_of
-from kvpool.scheduler.request import SchedulerStats
 
 FORMS = ("text", "json", "off")
 MOST_LINES = 1024  # that wait for stderr; more are dropped
@@ -24,7 +23,7 @@ SECONDS = 10.0  # between two lines of `report`
 _log = logging.getLogger(__name__)
 
 
-class Formatter(logging.Formatter):
+class _Lines(logging.Formatter):
     """Makes a line of a record, as text or JSON. Its fields are those of `told` that are not null or empty."""
 
     def __init__(self, is_json: bool) -> None:
@@ -32,7 +31,6 @@ class Formatter(logging.Formatter):
         self._is_json = is_json
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         told = {name: value for name, value in getattr(record, "told", {}).items() if value not in (None, [])}
         if not self._is_json:
             return " ".join([super().format(record), *(f"{name}={_word(value)}" for name, value in told.items())])
@@ -49,18 +47,14 @@ def _word(value: Any) -> str:
 def to_stderr(form: str) -> Iterator[None]:
     """Write the log of the package and of uvicorn to stderr, from a thread: a server works on if nobody reads it.
 
-    Parameters
-    ----------
-    form : {"text", "json", "off"}
-        Off: failures alone, as text.
+    `form` is of `FORMS`. With "off", only failures are written, as text.
     """
     lines: queue.Queue[logging.LogRecord] = queue.Queue(MOST_LINES)
-    writer = logging.StreamHandler()
-    writer.setFormatter(Formatter(form == "json"))
-    handler, loggers = QueueHandler(lines), [logging.getLogger(name) for name in ("kvpool", "uvicorn")]
+    writer, loggers = logging.StreamHandler(), [logging.getLogger(name) for name in ("kvpool", "uvicorn")]
+    writer.setFormatter(_Lines(form == "json"))
+    handler, listener = QueueHandler(lines), QueueListener(lines, writer)
     before = [(one.level, one.propagate) for one in loggers], logging.raiseExceptions
     logging.raiseExceptions = False  # of a full queue, and of a reader who is gone
-    listener = QueueListener(lines, writer)
     listener.start()
     for one in loggers:
         one.addHandler(handler)
@@ -90,20 +84,15 @@ async def report(engine: Engine, now: Callable[[], float] = time.monotonic) -> N
         if stats.steps < before.steps:  # the engine failed, and has another scheduler
             before = stats
         if stats.steps > before.steps:
-            _log.info("%s", _line(engine, before, stats, seconds))
+            names = "sampled_tokens", "prefill_tokens", "hit_tokens"
+            made, read, hit = (getattr(stats, name) - getattr(before, name) for name in names)
+            pool = engine.kv.pool
+            arenas = [pool.stats(arena) for arena in set(arenas_of(pool.options.groups))]
+            used = sum(arena.used for arena in arenas) / sum(arena.num_blocks for arena in arenas)
+            _log.info(
+                f"{stats.prefilling + stats.decoding} running, {stats.waiting} waiting; "
+                f"{made / seconds:.1f} tokens a second, {read / seconds:.1f} of prompts"
+                f"{f', {100 * hit / (hit + read):.0f} % of prompts cached' if hit else ''}; "
+                f"{100 * used:.0f} % of blocks in use"
+            )
         before = stats
-
-
-def _line(engine: Engine, before: SchedulerStats, stats: SchedulerStats, seconds: float) -> str:
-    """Return what was computed between two statistics."""
-    made, read, hit = (
-        getattr(stats, name) - getattr(before, name) for name in ("sampled_tokens", "prefill_tokens", "hit_tokens")
-    )
-    pool = engine.kv.pool
-    arenas = [pool.stats(arena) for arena in set(arenas_of(pool.options.groups))]
-    used = sum(arena.used for arena in arenas) / sum(arena.num_blocks for arena in arenas)
-    found = f", {100 * hit / (hit + read):.0f} % of prompts cached" if hit else ""
-    return (
-        f"{stats.prefilling + stats.decoding} running, {stats.waiting} waiting; {made / seconds:.1f} tokens a second, "
-        f"{read / seconds:.1f} of prompts{found}; {100 * used:.0f} % of blocks in use"
-    )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from anthropic.types import beta
-from anthropic.types.beta import message_create_params
-from pydantic import Field, PrivateAttr
+from anthropic.types.beta.message_create_params import MessageCreateParamsBase
+from pydantic import Field
 
 from kvpool.adapters.mlx_lm.engine import Completion
-from kvpool.serving.answers import End, Event
-from kvpool.serving.blocks import BlockAnswer, arguments_of
-from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Refused, Request, Sdk, Stops, official, text_of
+from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
+from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Dicts, Indirect, Refused, Sdk, Stops, text_of
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 DELTAS = {  # of a piece: how its event is called, and the field
@@ -27,34 +25,39 @@ BILLING = "x-anthropic-billing-header:"  # a text of Claude Code that differs in
 
 
 class _Chat(ChatRequest):
-    """A chat that messages ask for. Its errors name their field."""
-
     format_field = "output_config.format"
 
 
-class CountRequest(Request):
-    """The body of ``POST /v1/messages/count_tokens``: a conversation."""
+class CountRequest(Indirect):
+    """The body of ``POST /v1/messages/count_tokens``: a conversation. A last message of the assistant goes on."""
 
-    official = official(message_create_params.MessageCreateParamsBase)
+    official: ClassVar = MessageCreateParamsBase.__annotations__
     not_done: ClassVar = {"mcp_servers": ([],), "output_format": (), "thread": ()}
-    tool_types = ("custom",)
+    tool_types, chat_form = ("custom",), _Chat
 
-    messages: Annotated[list[dict[str, Any]], Sdk(list[beta.BetaMessageParam]), Field(min_length=1)]
+    messages: Annotated[Dicts, Sdk(list[beta.BetaMessageParam]), Field(min_length=1)]
     system: Annotated[Any, Sdk(str | list[beta.BetaTextBlockParam])] = ""
-    tools: Annotated[list[dict[str, Any]], Sdk(list[beta.BetaToolParam]), Field(max_length=TOOLS)] = Field([])
+    tools: Annotated[Dicts, Sdk(list[beta.BetaToolParam]), Field(max_length=TOOLS)] = Field([])
     tool_choice: Annotated[dict[str, Any], Sdk(beta.BetaToolChoiceParam)] = Field({})
     thinking: Annotated[dict[str, Any], Sdk(beta.BetaThinkingConfigParam)] = Field({})
     output_config: Annotated[dict[str, Any], Sdk(beta.BetaOutputConfigParam)] = Field({})
 
-    _chat: ChatRequest = PrivateAttr()
-
-    def agree(self, defaults: Mapping[str, Any]) -> None:
-        """Make `chat`, the chat that asks for the same. A last message of the assistant is continued."""
+    def asked(self) -> dict[str, Any]:
         turns = [_turn(one, f"messages.{number}.content") for number, one in enumerate(self.messages)]
-        messages = [said for turn in turns for said in turn]
-        if system := self.system if isinstance(self.system, str) else text_of(_lasting(self.system), "system"):
-            messages.insert(0, {"role": "system", "content": system})
-        asked: dict[str, Any] = {"messages": messages, "tools": [_tool(one) for one in self.tools]}
+        messages, system = [said for turn in turns for said in turn], self.system
+        if not isinstance(system, str):
+            system = text_of([one for one in system if not one["text"].startswith(BILLING)], "system")
+        asked: dict[str, Any] = {"messages": [{"role": "system", "content": system}] * bool(system) + messages}
+        asked["tools"] = [
+            {
+                "function": {
+                    "name": one["name"],
+                    "description": one.get("description"),
+                    "parameters": one["input_schema"],
+                }
+            }
+            for one in self.tools
+        ]
         last = messages[-1]
         is_begun = last["role"] == "assistant" and last["content"] and not last["tool_calls"]
         asked["continue_final_message"] = bool(is_begun)
@@ -67,16 +70,7 @@ class CountRequest(Request):
         asked["reasoning_effort"] = self.output_config.get("effort")
         if form := self.output_config.get("format"):
             asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": form["schema"]}}
-        self._chat = _Chat.of(asked | self.sampling(), defaults)
-
-    @property
-    def chat(self) -> ChatRequest:
-        """The chat that asks for the same."""
-        return self._chat
-
-    def sampling(self) -> dict[str, Any]:
-        """Return the other fields of the chat."""
-        return {}
+        return asked
 
 
 class MessagesRequest(CountRequest):
@@ -89,12 +83,12 @@ class MessagesRequest(CountRequest):
     stop_sequences: Stops = Field([])
     stream: bool = False
 
-    def sampling(self) -> dict[str, Any]:
+    def asked(self) -> dict[str, Any]:
         names = {"max_tokens", "temperature", "top_p", "top_k", "stream"} & self.model_fields_set
-        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+        return super().asked() | {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
 
-def _turn(one: dict[str, Any], place: str) -> list[dict[str, Any]]:
+def _turn(one: dict[str, Any], place: str) -> Dicts:
     """Return the messages of a chat that say the same: results of tools come first."""
     role, blocks = one["role"], one["content"] or ""
     if isinstance(blocks, str):
@@ -110,38 +104,27 @@ def _turn(one: dict[str, Any], place: str) -> list[dict[str, Any]]:
             calls.append({"id": block["id"], "function": {"name": block["name"], "arguments": arguments}})
         elif role == "assistant" and kind in ("thinking", "redacted_thinking"):
             thoughts += block.get("thinking") or ""
+        elif kind == "text":
+            texts.append(block["text"])
         else:
-            texts.append(text_of([block], place) if kind == "text" else _refuse(kind, at, role))
+            raise Refused(400, f"{at}: {kind} is not supported here, the {role} may say text", "messages")
     if role == "assistant":
         own = {"tool_calls": calls, "reasoning_content": thoughts}
         return [{"role": role, "content": "".join(texts), **own}]
     return told + ([{"role": role, "content": "".join(texts)}] if texts or not told else [])
 
 
-def _refuse(kind: str, place: str, role: str) -> str:
-    raise Refused(400, f"{place}: {kind} is not supported here, the {role} may say text", "messages")
-
-
-def _lasting(system: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for one in system if not one["text"].startswith(BILLING)]
-
-
-def _tool(one: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as chats have it."""
-    return {"function": {"name": one["name"], "description": one.get("description"), "parameters": one["input_schema"]}}
-
-
 class MessageAnswer(BlockAnswer):
     """The answer to one request."""
 
-    ping = ("ping", '{"type": "ping"}')
+    ping = event({"type": "ping"}, "ping")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         own = {"type": "message", "role": "assistant", "model": self._model}
         self._head: dict[str, Any] = {"id": f"msg_{uuid.uuid4().hex}", **own}
 
-    def opening(self, prompts: int) -> list[Event]:
+    def opening(self, prompts: int) -> list[bytes]:
         usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}  # what was cached is known at the end
         end = {"stop_reason": None, "stop_sequence": None}
         return [_event("message_start", message={**self._head, "content": [], **end, "usage": usage})]
@@ -151,21 +134,21 @@ class MessageAnswer(BlockAnswer):
             return {"type": "tool_use", "id": said.id, "name": said.name, "input": {}}
         return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
-    def open(self, index: int) -> list[Event]:
+    def open(self, index: int) -> list[bytes]:
         return [_event("content_block_start", index=index, content_block=self._blocks[index])]
 
-    def delta(self, index: int, kind: str, said: str) -> list[Event]:
+    def delta(self, index: int, kind: str, said: str) -> list[bytes]:
         name, field = DELTAS[kind]
         return [_event("content_block_delta", index=index, delta={"type": name, field: said})]
 
-    def close(self, index: int) -> list[Event]:
+    def close(self, index: int) -> list[bytes]:
         return [_event("content_block_stop", index=index)]
 
-    def end(self, completion: Completion) -> list[Event]:
+    def end(self, completion: Completion) -> list[bytes]:
         end = _event("message_delta", delta=self._end(completion), usage=self._usage(completion))
         return [end, _event("message_stop")]
 
-    def failure(self, message: str) -> list[Event]:
+    def failure(self, message: str) -> list[bytes]:
         return [_event("error", error=refusal(500, message)["error"])]
 
     def object(self, completion: Completion) -> dict[str, Any]:
@@ -186,12 +169,8 @@ class MessageAnswer(BlockAnswer):
     def _usage(self, completion: Completion) -> dict[str, int]:
         sample = completion.samples[0]
         cached = sample.output.num_cached
-        return {
-            "input_tokens": self._prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": len(sample.tokens),
-        }
+        told = {"input_tokens": self._prompt_tokens - cached, "cache_creation_input_tokens": 0}
+        return told | {"cache_read_input_tokens": cached, "output_tokens": len(sample.tokens)}
 
 
 def refusal(status: int, message: str) -> dict[str, Any]:
@@ -200,5 +179,5 @@ def refusal(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _event(name: str, **fields: Any) -> Event:
-    return name, {"type": name, **fields}
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name, **fields}, name)

@@ -13,8 +13,6 @@ from kvpool.adapters.mlx_lm.engine import Completion, Engine
 from kvpool.metrics import Collector
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
-
-
 THEIRS: dict[str, Callable[[Any], float]] = {  # of vLLM: statistics of the scheduler with the same meaning
     "vllm:num_requests_running": lambda now: now.prefilling + now.decoding,
     "vllm:num_requests_waiting": lambda now: now.waiting,
@@ -32,18 +30,13 @@ class ServerMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._queued = self._times("queue", "request_queue_time", "From the arrival of a request to its first blocks.")
-        self._first = self._times(
-            "time_to_first_token", "time_to_first_token", "From the arrival of a request to its first token."
-        )
-        self._between = self._times(
-            "time_per_output_token", "request_time_per_output_token", "Mean time between two tokens of a sample."
-        )
-        self._whole = self._times(
-            "request", "e2e_request_latency", "From the arrival of a request to the end of a sample."
-        )
-        self._answers = Counter(
-            "kvpool_http_answers", "Answers, by path and status.", ("path", "status"), registry=self._registry
-        )
+        self._first = self._times(*("time_to_first_token",) * 2, "From the arrival of a request to its first token.")
+        text = "Mean time between two tokens of a sample."
+        self._between = self._times("time_per_output_token", "request_time_per_output_token", text)
+        text = "From the arrival of a request to the end of a sample."
+        self._whole = self._times("request", "e2e_request_latency", text)
+        labels = "path", "status"
+        self._answers = Counter("kvpool_http_answers", "Answers, by path and status.", labels, registry=self._registry)
 
     def _times(self, ours: str, theirs: str, help: str) -> Callable[[float], None]:
         """Return what notes a time, by both names."""
@@ -74,14 +67,14 @@ class ServerMetrics:
     def ended(self, completion: Completion) -> None:
         """Count a completion."""
         for sample in completion.samples:
-            times = sample.output.times
+            times, number = sample.output.times, len(sample.tokens)
             if sample.finish_reason == "cancelled" or times.admitted is None or times.first_token is None:
                 continue
             self._queued(times.admitted - times.arrived)
             self._first(times.first_token - times.arrived)
             self._whole(times.finished - times.arrived)
-            if len(sample.tokens) > 1:
-                self._between((times.finished - times.first_token) / (len(sample.tokens) - 1))
+            if number > 1:
+                self._between((times.finished - times.first_token) / (number - 1))
 
     def answered(self, path: str, status: int) -> None:
         """Count an answer."""

@@ -11,8 +11,8 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
 import uvicorn
@@ -71,85 +71,24 @@ class _Connection(H11Protocol):
         """Whether a request is here, or its answer is not read."""
         return self.service.peers[self._peer] > 0 or self._line.get_write_buffer_size() > 0
 
-    def look(self, now: float) -> None:
-        """Close it if nothing has come for too long, or if nothing was read."""
-        left = self._line.get_write_buffer_size()
-        if left < self._unread or (not left and self.is_busy):
-            self._seen = now
-        self._unread = left
-        if now > self._seen + (READ_SECONDS if left else HEAD_SECONDS):
-            self.drop()
-
     def drop(self) -> None:
         """Close it at once."""
         self.all.pop(self, None)
         self._line.abort()
 
-
-async def _look_after() -> None:
-    """Look at all connections from time to time."""
-    while True:
-        await asyncio.sleep(min(READ_SECONDS, HEAD_SECONDS) / LOOKS)
-        now = time.monotonic()
-        for one in list(_Connection.all):
-            one.look(now)
-
-
-class _Shortage:
-    """Closes connections that idle if the system has no file for another one. asyncio tries again in a second."""
-
-    def __init__(self) -> None:
-        self._said = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle an exception of the loop."""
-        error = context.get("exception")
-        if not isinstance(error, OSError) or "accept" not in context["message"]:
-            loop.default_exception_handler(context)
-            return
-        for one in [one for one in _Connection.all if not one.is_busy]:
-            one.drop()
-        if loop.time() > self._said + SAID_SECONDS:
-            self._said = loop.time()
-            _log.warning("a connection has to wait: %s", error.strerror)
-
-
-class _NotHttp(logging.Handler):
-    """Counts requests that are not HTTP: uvicorn answers them itself, and logs a line."""
-
-    def __init__(self, metrics: ServerMetrics) -> None:
-        super().__init__()
-        self._metrics = metrics
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Count one."""
-        if record.getMessage().startswith("Invalid HTTP"):
-            self._metrics.answered("invalid", 400)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server, but `serve` has the signals."""
-
-    def __init__(self, service: Service, connections: int) -> None:
-        _Connection.service, _Connection.most, _Connection.all = service, connections + SPARE, {}
-        config = uvicorn.Config(
-            service,
-            http=_Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=HEAD_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-        super().__init__(config)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    @classmethod
+    async def look_after(cls) -> None:
+        """Close connections on which nothing has come for too long, or nothing was read."""
+        while True:
+            await asyncio.sleep(min(READ_SECONDS, HEAD_SECONDS) / LOOKS)
+            now = time.monotonic()
+            for one in list(cls.all):
+                left = one._line.get_write_buffer_size()
+                if left < one._unread or (not left and one.is_busy):
+                    one._seen = now
+                one._unread = left
+                if now > one._seen + (READ_SECONDS if left else HEAD_SECONDS):
+                    one.drop()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -191,9 +130,8 @@ async def serve(
     OSError
         Another process listens at the address now.
     """
-    metrics = ServerMetrics()
+    metrics, loop = ServerMetrics(), asyncio.get_running_loop()
     runner = Runner(make, metrics.ended)
-    loop = asyncio.get_running_loop()
     ended = asyncio.create_task(_signals(loop).wait())
     loaded = asyncio.create_task(runner.start())
     await asyncio.wait((loaded, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -208,8 +146,8 @@ async def serve(
         raise
     metrics.watch(runner.engine)
     service = Service(runner, settings, metrics)
-    server = _Server(service, settings.max_connections)
-    logging.getLogger("uvicorn.error").addHandler(_NotHttp(metrics))
+    _Connection.service, _Connection.most, _Connection.all = service, settings.max_connections + SPARE, {}
+    server = _server(service, metrics)
 
     async def drain() -> int:
         lost = asyncio.create_task(runner.lost.wait())
@@ -228,19 +166,68 @@ async def serve(
             server.config.timeout_graceful_shutdown = max(1, int(end - loop.time()))  # for clients that read slowly
             server.should_exit = True
 
-    draining = asyncio.create_task(drain())
-    serving = asyncio.create_task(server.serve([sock]))
+    draining, serving = asyncio.create_task(drain()), asyncio.create_task(server.serve([sock]))
     while not (server.started or serving.done()):
         await asyncio.sleep(0.01)
     if server.started:
+        sock.listen(BACKLOG)  # again: with uvicorn's, asyncio would try to accept as many in a row
         on_ready(runner.engine)
-    loop.set_exception_handler(_Shortage())
-    beside = [asyncio.create_task(work) for work in (report(runner.engine), _look_after())]
+    loop.set_exception_handler(_shortage(sock))
+    beside = [asyncio.create_task(work) for work in (report(runner.engine), _Connection.look_after())]
     await serving
     for task in beside:
         task.cancel()
     left = await draining
     return left if runner.failure is None else -1
+
+
+def _server(service: Service, metrics: ServerMetrics) -> uvicorn.Server:
+    """Return uvicorn's server. `serve` has the signals; requests that are not HTTP are counted by their log."""
+    config = uvicorn.Config(
+        service,
+        http=_Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=1,
+        timeout_keep_alive=HEAD_SECONDS,
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
+
+    def counted(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("Invalid HTTP"):
+            metrics.answered("invalid", 400)
+        return True
+
+    logging.getLogger("uvicorn.error").addFilter(counted)
+    return server
+
+
+def _shortage(sock: socket.socket) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """Return what handles exceptions of the loop: if the system has no file for a connection, others that idle close.
+
+    asyncio tries to accept it again in a second. It does so too if the socket is closed by then, which is no fault.
+    """
+    said = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal said
+        error = context.get("exception")
+        if isinstance(error, OSError) and "accept" in context["message"]:
+            for one in [one for one in _Connection.all if not one.is_busy]:
+                one.drop()
+            if loop.time() > said + SAID_SECONDS:
+                said = loop.time()
+                _log.warning("a connection has to wait: %s", error.strerror)
+        elif not (sock.fileno() < 0 and "_start_serving" in context["message"]):
+            loop.default_exception_handler(context)
+
+    return handle
 
 
 def _signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property, partial, reduce
 from operator import or_
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, Required, Self, TypeVar, Union, get_args, get_origin
 
+import pydantic
+from openai.types import chat as sdk
 from openai.types import completion_create_params
-from openai.types.chat import (
-    ChatCompletionFunctionToolParam,
-    ChatCompletionMessageParam,
-    ChatCompletionStreamOptionsParam,
-    ChatCompletionToolChoiceOptionParam,
-)
-from openai.types.chat import completion_create_params as chat
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    field_validator,
-    with_config,
-)
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase, ResponseFormat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict, get_type_hints, is_typeddict
 
@@ -46,9 +32,10 @@ FIELDS = 300  # of one body, and biases
 BRACKETS = 2**18
 TOOLS = 128
 LISTED = 4096
+LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
+Dicts = list[dict[str, Any]]
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
 Stops = Annotated[list[Stop], Field(max_length=8)]
-Label = Annotated[str, Field(max_length=512)]
 Token = Annotated[int, Field(ge=0, le=MOST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -57,6 +44,7 @@ SAMPLED = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
 NOT_IN_BEAMS = (*SAMPLED, "logit_bias", "stop", "stream", "logprobs", "response_format", "tools")
+NOT_DONE = ("adapters", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex")
 OFF = {"stop": ""} | dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens", "seed", "top_k"), -1)
 KEPT = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 PLAIN = re.compile(r"[\w.:-]{1,64}", re.ASCII)
@@ -64,7 +52,7 @@ UNIONS = (Union, UnionType)
 Form = TypeVar("Form", bound="Request")
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """A request gets an error: the HTTP status, a message for the client, the field that is wrong, and a code.
 
     With 429 and 503 it is told after how many seconds it may come again.
@@ -73,8 +61,9 @@ class Refused(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, wait: float = 0
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.wait = status, message, param, code, wait
+        seconds = str(max(1, min(LONGEST_WAIT, math.ceil(wait))))
+        super().__init__(status, message, {"Retry-After": seconds} if status in (429, 503) else None)
+        self.param, self.code = param, code
 
 
 # ----------------------------------------------------------------------------------------------- types of the SDKs
@@ -87,7 +76,6 @@ class Sdk:
         self._kind = kind
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """Return the schema of that type."""
         return handler.generate_schema(_eager(self._kind))
 
 
@@ -102,7 +90,7 @@ def _eager(kind: Any) -> Any:
     if is_typeddict(kind):
         hints = get_type_hints(kind, include_extras=True)
         made = TypedDict("made", {name: _field(name, hint) for name, hint in hints.items()})  # type: ignore[misc]
-        return with_config(ConfigDict(extra="allow", strict=True))(made)
+        return pydantic.with_config(ConfigDict(extra="allow", strict=True))(made)
     if origin in (Annotated, *UNIONS):
         return _union(list(_members(kind)))
     if isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
@@ -146,42 +134,27 @@ def _union(kinds: list[Any]) -> Any:
     tags: dict[str, Any] = {}
     for one, hint in zip(dicts, hints, strict=True):
         tags |= {tag: one for tag in _tags(hint[name]) if tag not in tags}
-    usual = "function" if "function" in tags else None  # calls of tools often have no type
-    tagged: Any = reduce(or_, (Annotated[_eager(one), Tag(tag)] for tag, one in tags.items()))
-
-    def kind(one: Any) -> Any:
-        return one.get(name, usual if name == "type" else None) if isinstance(one, dict) else None
-
-    text = f"must be an object whose {name} is one of {', '.join(tags)}"
-    told_apart = Discriminator(kind, custom_error_type="tag", custom_error_message=text)
+    usual = "function" if name == "type" and "function" in tags else None  # calls of tools often have no type
+    tagged: Any = reduce(or_, (Annotated[_eager(one), pydantic.Tag(tag)] for tag, one in tags.items()))
+    told_apart = pydantic.Discriminator(
+        lambda one: one.get(name, usual) if isinstance(one, dict) else None,
+        custom_error_type="tag",
+        custom_error_message=f"must be an object whose {name} is one of {', '.join(tags)}",
+    )
     return Union[(*others, Annotated[tagged, told_apart])]
-
-
-def official(params: Any) -> frozenset[str]:
-    """Return the names of the fields of a request that the SDK knows."""
-    return frozenset(params.__annotations__)
 
 
 # ----------------------------------------------------------------------------------------------- forms
 
 
 class Request(BaseModel):
-    """The fields of a request that are obeyed. Null counts as left out.
-
-    Attributes
-    ----------
-    official : frozenset of str
-        Fields of this API. Those that are not obeyed have no effect.
-    not_done : mapping
-        Fields that would change the answer, but are not supported. With one of these values they change nothing.
-    tool_types : tuple
-        Tools that a client can have. Others would be those of a server.
-    """
+    """The fields of a request that are obeyed. Null counts as left out."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    official: ClassVar[frozenset[str]] = frozenset()
+    official: ClassVar[Iterable[str]] = ()  # fields of this API. Those that are not obeyed have no effect
+    #: Fields that would change the answer, but are not supported. With one of these values they change nothing.
     not_done: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    tool_types: ClassVar[tuple[str, ...]] = ("function",)
+    tool_types: ClassVar[tuple[str, ...]] = ("function",)  # tools of a client. Others would be those of a server
 
     model: str | None = None
 
@@ -192,7 +165,7 @@ class Request(BaseModel):
             data = {name: one for name, one in (defaults or {}).items() if name in cls.model_fields} | data
         try:
             read = cls.model_validate(data)
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             found = error.errors(include_url=False, include_context=False, include_input=False)
         else:
             read.agree(defaults or {})
@@ -219,16 +192,12 @@ class DetokenizeRequest(Request):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-class RegexForm(TypedDict, total=False):
-    """An answer that a regular expression matches as a whole."""
-
+class _Regex(TypedDict, total=False):
     type: Literal["regex"]
     regex: Required[str]
 
 
-class GrammarForm(TypedDict, total=False):
-    """An answer of a context-free grammar, in llguidance's form of Lark."""
-
+class _Lark(TypedDict, total=False):
     type: Literal["grammar"]
     grammar: Required[str]
 
@@ -237,10 +206,7 @@ class Generation(Request):
     """The fields that completions and chats have in common. Errors call `response_format` by `format_field`."""
 
     format_field: ClassVar[str] = "response_format"
-    not_done = dict.fromkeys(
-        ("adapters", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
-        (),
-    )
+    not_done: ClassVar = dict.fromkeys((*NOT_DONE, "structured_outputs"), ())
 
     max_tokens: int | None = Field(None, ge=0, le=MOST)
     temperature: float = Field(1.0, ge=0, le=100)
@@ -259,12 +225,12 @@ class Generation(Request):
     n: int = Field(1, ge=1, le=64)
     use_beam_search: bool = False
     length_penalty: float = Field(1.0, ge=-32, le=32)
-    response_format: Annotated[dict[str, Any], Sdk(chat.ResponseFormat | RegexForm | GrammarForm)] = {}
+    response_format: Annotated[dict[str, Any], Sdk(ResponseFormat | _Regex | _Lark)] = {}
     stop: Annotated[Stops, BeforeValidator(lambda one: [one] if isinstance(one, str) else one)] = []
     stop_token_ids: Annotated[list[Token], Field(max_length=64, fail_fast=True)] = []
     stream: bool = False
-    stream_options: Annotated[dict[str, Any], Sdk(ChatCompletionStreamOptionsParam)] = {}
-    cache_salt: Annotated[Label, Field(min_length=1)] | None = None
+    stream_options: Annotated[dict[str, Any], Sdk(sdk.ChatCompletionStreamOptionsParam)] = {}
+    cache_salt: str | None = Field(None, min_length=1, max_length=512)
     priority: int = Field(0, ge=-MOST, le=MOST)
     timeout: float | None = Field(None, gt=0, le=86400)
 
@@ -314,6 +280,11 @@ class Generation(Request):
         return False
 
     @property
+    def tops(self) -> int | None:
+        """The number of likeliest tokens at each place of the answer. None: the answer has no logprobs."""
+        raise NotImplementedError
+
+    @property
     def forms(self) -> list[tuple[str, Any, str]]:
         """Grammars: a method of `Grammars`, its argument, and the field that asks for it. The answer has the last.
 
@@ -327,16 +298,11 @@ class Generation(Request):
             return [("lark" if kind == "grammar" else kind, wanted[kind], field)]
         return [] if kind == "text" else [("schema", {"type": "object"}, field)]
 
-    @property
-    @abstractmethod
-    def tops(self) -> int | None:
-        """The number of likeliest tokens at each place of the answer. None: the answer has no logprobs."""
-
 
 class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
-    official = official(completion_create_params.CompletionCreateParamsBase)
+    official: ClassVar = completion_create_params.CompletionCreateParamsBase.__annotations__
 
     prompt: Any
     suffix: str | None = None
@@ -365,7 +331,7 @@ class CompletionRequest(Generation):
     def tops(self) -> int | None:
         return self.logprobs
 
-    @field_validator("prompt")
+    @pydantic.field_validator("prompt")
     @classmethod
     def _prompts(cls, value: Any) -> list[str] | list[list[int]]:
         """Return texts or lists of tokens. The check stops at the first error."""
@@ -384,9 +350,9 @@ class CompletionRequest(Generation):
         return many
 
 
-def named(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def named(tools: Dicts) -> Dicts:
     """Check the names and schemas of tools. Return what the chat template is told of them."""
-    told: list[dict[str, Any]] = []
+    told: Dicts = []
     for number, one in enumerate(tools):
         function = {name: value for name, value in one["function"].items() if value is not None}
         name, schema = function["name"], function.get("parameters", {})
@@ -405,29 +371,23 @@ def named(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
-    official = official(chat.CompletionCreateParamsBase)
-    not_done = Generation.not_done | {"audio": (), "functions": ([],), "function_call": ("none",)} | {
-        "modalities": (["text"],),
-        "moderation": (),
-        "web_search_options": (),
+    official: ClassVar = CompletionCreateParamsBase.__annotations__
+    not_done: ClassVar = Generation.not_done | {
+        **{"audio": (), "functions": ([],), "function_call": ("none",), "modalities": (["text"],)},
+        **{"moderation": (), "web_search_options": ()},
     }
 
-    messages: Annotated[
-        list[dict[str, Any]], Sdk(list[ChatCompletionMessageParam]), Field(min_length=1)
-    ]
+    messages: Annotated[Dicts, Sdk(list[sdk.ChatCompletionMessageParam]), Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1, le=MOST)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOPS)
     tools: Annotated[
-        list[dict[str, Any]],
-        Sdk(list[ChatCompletionFunctionToolParam]),
-        Field(max_length=TOOLS),
-        AfterValidator(named),
+        Dicts, Sdk(list[sdk.ChatCompletionFunctionToolParam]), Field(max_length=TOOLS), AfterValidator(named)
     ] = []
-    tool_choice: Annotated[Any, Sdk(ChatCompletionToolChoiceOptionParam)] = "auto"
+    tool_choice: Annotated[Any, Sdk(sdk.ChatCompletionToolChoiceOptionParam)] = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    reasoning_effort: str | None = Field(None, max_length=64)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -446,8 +406,13 @@ class ChatRequest(Generation):
             text = "continue_final_message: the last message must be the assistant's"
             raise Refused(400, text, "continue_final_message")
 
+    @property
+    def chat(self) -> ChatRequest:
+        """The chat that a request asks for."""
+        return self
+
     @cached_property
-    def conversation(self) -> list[dict[str, Any]]:
+    def conversation(self) -> Dicts:
         """The messages as chat templates take them. Results of tools have the names that their calls have."""
         told = [_plain(one, f"messages.{number}") for number, one in enumerate(self.messages)]
         names = {call["id"]: call["function"]["name"] for one in told for call in one.get("tool_calls", ())}
@@ -457,7 +422,7 @@ class ChatRequest(Generation):
         return told
 
     @property
-    def callable_tools(self) -> list[dict[str, Any]]:
+    def callable_tools(self) -> Dicts:
         """The tools that the answer may call."""
         choice, names = self.tool_choice, None
         if isinstance(choice, dict):
@@ -499,11 +464,9 @@ class ChatRequest(Generation):
     def template_options(self) -> dict[str, Any]:
         """Arguments of a chat template besides the messages."""
         told: dict[str, Any] = {"tools": self.tools} if self.callable_tools else {}
-        if self.reasoning_effort is not None:
-            told |= {"reasoning_effort": self.reasoning_effort}
-            told |= {"enable_thinking": False} if self.reasoning_effort == "none" else {}
-        if self.continue_final_message:
-            told["continue_final_message"] = True
+        told |= {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        told |= {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        told |= {"continue_final_message": True} if self.continue_final_message else {}
         return told | self.chat_template_kwargs
 
     @property
@@ -511,18 +474,36 @@ class ChatRequest(Generation):
         return self.top_logprobs if self.logprobs else None
 
 
-def text_of(content: Any, place: str) -> str:
+class Indirect(Request):
+    """A request that asks for what a chat can ask for: `chat`, which `asked` says, and whose errors name its fields."""
+
+    chat_form: ClassVar[type[ChatRequest]] = ChatRequest
+    _chat: ChatRequest = pydantic.PrivateAttr()
+
+    def asked(self) -> dict[str, Any]:
+        """Return the body of the chat."""
+        raise NotImplementedError
+
+    def agree(self, defaults: Mapping[str, Any]) -> None:
+        self._chat = self.chat_form.of({name: one for name, one in self.asked().items() if one is not None}, defaults)
+
+    @property
+    def chat(self) -> ChatRequest:
+        return self._chat
+
+
+def text_of(content: Any, place: str, kinds: tuple[str, ...] = ("text", "refusal")) -> str:
     """Return the text of a content, which may be null, text, or parts. Refuse parts that are no text."""
     if content is None or isinstance(content, str):
         return content or ""
     for number, part in enumerate(content):
-        if part["type"] not in ("text", "refusal"):
+        if part["type"] not in kinds:
             text = f"{place}.{number}: {part['type']} is not supported, the model takes text"
             raise Refused(400, text, place.partition(".")[0])
     return "".join([part.get("text") or part.get("refusal") or "" for part in content])
 
 
-def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
+def _call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
     """Return an earlier call of a tool as chat templates take it. Broken arguments become the text of one."""
     try:
         read = json.loads(arguments or "{}")
@@ -543,7 +524,7 @@ def _plain(one: dict[str, Any], place: str) -> dict[str, Any]:
     for call in one.get("tool_calls") or ():
         said = call.get("function") or call.get("custom") or {}
         text = said.get("arguments") or json.dumps({"input": said["input"]} if "input" in said else {})
-        calls.append(call_of(call["id"], said["name"], text))
+        calls.append(_call_of(call["id"], said["name"], text))
     return told | ({"tool_calls": calls} if calls else {})
 
 
@@ -560,19 +541,8 @@ def few(data: Any) -> Any:
 def parse(
     form: type[Form], body: bytes, defaults: Mapping[str, Any] | None = None, is_strict: bool = False
 ) -> tuple[Form, list[str]]:
-    """Read a body of JSON. Return the request, and the fields that are ignored because the API has no such ones.
-
-    Parameters
-    ----------
-    defaults : mapping, optional
-        Of fields that the body leaves out.
-    is_strict : bool
-        Whether such fields are refused instead.
-
-    Raises
-    ------
-    Refused
-        Something is wrong. It names one field.
+    """Read a body of JSON, with `defaults` of what it leaves out. Return the request, and the fields that are ignored
+    because the API has no such ones; if `is_strict`, they are refused instead. Raise `Refused` of one wrong field.
     """
     if (count := body.count(b"[") + body.count(b"{")) > BRACKETS:  # while they are read, no other thread runs
         raise Refused(400, f"the body has {count} opening brackets, the limit is {BRACKETS}")
@@ -582,7 +552,8 @@ def parse(
             raise ValueError("it must be an object")
     except ValueError as error:
         raise Refused(400, f"the body is not a valid request: {error}") from None
-    data = {name: one for name, one in sent.items() if one is not None and (type(one), one) != _off(name)}
+    off = {name: (type(value), value) for name, value in OFF.items()}  # True == 1, and is not -1
+    data = {name: one for name, one in sent.items() if one is not None and (type(one), one) != off.get(name)}
     known, ignored = form.model_fields.keys(), []
     for name, value in data.items():
         if value not in form.not_done.get(name, (value,)):
@@ -600,7 +571,3 @@ def parse(
     if is_strict and ignored:
         raise Refused(400, f"{ignored[0]}: not supported by this server", ignored[0], "unsupported_parameter")
     return form.of(data, defaults), ignored
-
-
-def _off(name: str) -> Any:
-    return (type(OFF[name]), OFF[name]) if name in OFF else None

@@ -5,116 +5,89 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from openai.types.responses import response_create_params
-from pydantic import Field, PrivateAttr
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from pydantic import Field
 
 from kvpool.adapters.mlx_lm.engine import Completion
-from kvpool.serving.answers import End, Event
-from kvpool.serving.blocks import BlockAnswer, arguments_of
-from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Refused, Request, official
+from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
+from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Dicts, Indirect, Refused, text_of
 
 TYPES = {"text": "output_text", "thinking": "reasoning_text"}
 ITEMS = {"text": "message", "thinking": "reasoning"}
-PARTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "reasoning_text": "text"}
+PARTS = ("input_text", "output_text", "summary_text", "reasoning_text", "text", "refusal")
 FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+BROKEN = (AttributeError, KeyError, TypeError)  # of what is not whole
 
 
 class _Chat(ChatRequest):
-    """A chat that a response asks for. Its errors name their field."""
-
     format_field = "text.format"
 
 
-class ResponsesRequest(Request):
+class ResponsesRequest(Indirect):
     """The body. A client sends its whole conversation: nothing is kept."""
 
-    official = official(response_create_params.ResponseCreateParamsBase)
+    official: ClassVar = ResponseCreateParamsBase.__annotations__
     not_done: ClassVar = {"background": (False,), "top_logprobs": (0,)} | dict.fromkeys(
         ("conversation", "moderation", "previous_response_id", "prompt"), ()
     )
-    tool_types = ("function", "custom")
+    tool_types, chat_form = ("function", "custom"), _Chat
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Dicts, Field(min_length=1)]
     instructions: str = ""
     max_output_tokens: int | None = Field(None, ge=1, le=MOST)
     temperature: float = 1.0
     top_p: float = 1.0
-    tools: Annotated[list[dict[str, Any]], Field(max_length=TOOLS)] = Field([])
+    tools: Annotated[Dicts, Field(max_length=TOOLS)] = Field([])
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     reasoning: dict[str, Any] = Field({})
     text: dict[str, Any] = Field({})
     stream: bool = False
 
-    _chat: ChatRequest = PrivateAttr()
-
-    def agree(self, defaults: Mapping[str, Any]) -> None:
-        """Make `chat`, the chat that asks for the same."""
+    def asked(self) -> dict[str, Any]:
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        begun = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        asked: dict[str, Any] = {"messages": begun + _messages(items), "reasoning_effort": self.reasoning.get("effort")}
+        told: Dicts = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        for number, item in enumerate(items):
+            try:
+                _add(told, item, f"input.{number}")
+            except BROKEN as error:
+                raise Refused(400, f"input.{number}: the item is not whole: {error!r:.80}", "input") from None
+        asked: dict[str, Any] = {"messages": told, "reasoning_effort": self.reasoning.get("effort")}
         try:
-            asked["tools"] = [_tool(one) for one in self.tools]
-            asked["tool_choice"] = _choice(self.tool_choice)
-        except (AttributeError, KeyError, TypeError) as error:
+            asked |= {"tools": [_tool(one) for one in self.tools], "tool_choice": _choice(self.tool_choice)}
+        except BROKEN as error:
             raise Refused(400, f"tools: a tool, or tool_choice, is not whole: {error!r:.80}", "tools") from None
         if form := self.text.get("format"):
             is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
             asked["response_format"] = {"type": "json_schema", "json_schema": form} if is_schema else form
-        asked |= {"parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
         asked |= {name: getattr(self, name) for name in {"temperature", "top_p"} & self.model_fields_set}
-        asked["max_tokens"] = self.max_output_tokens
-        self._chat = _Chat.of({name: one for name, one in asked.items() if one is not None}, defaults)
-
-    @property
-    def chat(self) -> ChatRequest:
-        """The chat that asks for the same."""
-        return self._chat
+        asked |= {"parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
+        return asked | {"max_tokens": self.max_output_tokens}
 
 
-def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat: what an assistant thinks, says and calls in a row is one of them."""
-    told: list[dict[str, Any]] = []
-    for number, item in enumerate(items):
-        kind, place = item.get("type", "message"), f"input.{number}"
-        try:
-            if kind == "message" and item["role"] != "assistant":
-                told.append({"role": item["role"], "content": _parts(item["content"], place)})
-            elif kind in ("function_call_output", "custom_tool_call_output"):
-                told.append({"role": "tool", "tool_call_id": item["call_id"], "content": _parts(item["output"], place)})
-            elif kind in ("message", "reasoning", "function_call", "custom_tool_call"):
-                if not told or told[-1]["role"] != "assistant" or (kind == "message" and told[-1]["content"]):
-                    told.append({"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []})
-                _add(told[-1], kind, item, place)
-            else:
-                raise Refused(400, f"{place}: an item {kind!r:.80} is not supported, the model takes text", "input")
-        except (AttributeError, KeyError, TypeError) as error:
-            raise Refused(400, f"{place}: the item is not whole: {error!r:.80}", "input") from None
-    return told
-
-
-def _add(turn: dict[str, Any], kind: str, item: dict[str, Any], place: str) -> None:
-    """Add an item to the turn of the assistant."""
+def _add(told: Dicts, item: dict[str, Any], place: str) -> None:
+    """Add an item to the messages of a chat: what an assistant thinks, says and calls in a row is one of them."""
+    kind = item.get("type", "message")
+    if kind == "message" and item["role"] != "assistant":
+        told.append({"role": item["role"], "content": text_of(item["content"], place, PARTS)})
+        return
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        said = text_of(item["output"], place, PARTS)
+        told.append({"role": "tool", "tool_call_id": item["call_id"], "content": said})
+        return
+    if kind not in ("message", "reasoning", "function_call", "custom_tool_call"):
+        raise Refused(400, f"{place}: an item {kind!r:.80} is not supported, the model takes text", "input")
+    if not told or told[-1]["role"] != "assistant" or (kind == "message" and told[-1]["content"]):
+        told.append({"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []})
     if kind == "message":
-        turn["content"] = _parts(item["content"], place)
+        told[-1]["content"] = text_of(item["content"], place, PARTS)
     elif kind == "reasoning":
-        turn["reasoning_content"] += _parts(item.get("content") or item.get("summary"), place)
+        told[-1]["reasoning_content"] += text_of(item.get("content") or item.get("summary"), place, PARTS)
     else:
         said = item["arguments"] if kind == "function_call" else json.dumps({"input": item["input"]})
-        turn["tool_calls"].append({"id": item["call_id"], "function": {"name": item["name"], "arguments": said}})
-
-
-def _parts(content: Any, place: str) -> str:
-    """Return the text of a content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part["type"] not in PARTS and part["type"] not in ("text", "refusal"):
-            raise Refused(400, f"{place}: {part['type']} is not supported, the model takes text", "input")
-    return "".join([part.get("text") or part.get("refusal") or "" for part in content])
+        told[-1]["tool_calls"].append({"id": item["call_id"], "function": {"name": item["name"], "arguments": said}})
 
 
 def _tool(one: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +112,9 @@ def _choice(choice: Any) -> Any:
 class ResponseAnswer(BlockAnswer):
     """The answer to one request."""
 
-    def __init__(self, asked: ResponsesRequest, *args: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        asked = self._asked
         self._free = {one.get("name") for one in asked.tools if one["type"] == "custom"}
         self._number = -1  # of the last event
         none = ("error", "incomplete_details", "previous_response_id", "usage", "user")
@@ -168,11 +142,11 @@ class ResponseAnswer(BlockAnswer):
             "truncation": "disabled",
         }
 
-    def _event(self, name: str, /, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         self._number += 1
-        return name, {"type": name, "sequence_number": self._number, **fields}
+        return event({"type": name, "sequence_number": self._number, **fields}, name)
 
-    def opening(self, prompts: int) -> list[Event]:
+    def opening(self, prompts: int) -> list[bytes]:
         return [self._event(f"response.{name}", response=self._head) for name in ("created", "in_progress")]
 
     def begun(self, kind: str, said: Any) -> dict[str, Any]:
@@ -192,7 +166,7 @@ class ResponseAnswer(BlockAnswer):
         more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "text" else {}
         return {"type": TYPES[kind], "text": text, **more}
 
-    def open(self, index: int) -> list[Event]:
+    def open(self, index: int) -> list[bytes]:
         block, kind = self._blocks[index], self._kinds[index]
         events = [self._event("response.output_item.added", output_index=index, item=block)]
         if kind == "call":
@@ -200,7 +174,7 @@ class ResponseAnswer(BlockAnswer):
         where = {"item_id": block["id"], "output_index": index, "content_index": 0}
         return [*events, self._event("response.content_part.added", **where, part=self._part(kind, ""))]
 
-    def delta(self, index: int, kind: str, said: str) -> list[Event]:
+    def delta(self, index: int, kind: str, said: str) -> list[bytes]:
         """Return the events of more text. The input of a tool that takes free text is told at its end."""
         block, where = self._blocks[index], {"item_id": self._blocks[index]["id"], "output_index": index}
         if block["type"] == "custom_tool_call":
@@ -210,7 +184,7 @@ class ResponseAnswer(BlockAnswer):
         more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
         return [self._event(f"response.{TYPES[kind]}.delta", **where, content_index=0, delta=said, **more)]
 
-    def close(self, index: int) -> list[Event]:
+    def close(self, index: int) -> list[bytes]:
         item, kind = self._item(index), self._kinds[index]
         where = {"item_id": item["id"], "output_index": index}
         if item["type"] == "custom_tool_call":
@@ -240,11 +214,11 @@ class ResponseAnswer(BlockAnswer):
             own["content"] = [self._part(kind, said)]
         return block | own
 
-    def end(self, completion: Completion) -> list[Event]:
+    def end(self, completion: Completion) -> list[bytes]:
         response = self.object(completion)
         return [self._event(f"response.{response['status']}", response=response)]
 
-    def failure(self, message: str) -> list[Event]:
+    def failure(self, message: str) -> list[bytes]:
         response = self._head | {"status": "failed", "error": {"code": "server_error", "message": message}}
         return [self._event("response.failed", response=response)]
 

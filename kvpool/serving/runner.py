@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 class EngineFailed(Exception):
     """The engine failed while the request ran. The request may be sent again. `status` is that of HTTP."""
 
-    status = 500
+    status: int = 500
+    code: str | None = None
 
 
 class Stopped(EngineFailed):
@@ -37,37 +38,25 @@ class Stopped(EngineFailed):
 class DeadlinePassed(EngineFailed):
     """The deadline of the request passed before its first token."""
 
-    status = 504
+    status, code = 504, "deadline"
 
 
 class Runner:
     """Runs an engine in a thread of its own. Call all methods in the event loop.
 
-    Parameters
-    ----------
-    make : callable
-        Makes the engine. It is called in the thread, because MLX needs that.
-    on_end : callable
-        Called in the event loop with every completion.
-
-    Attributes
-    ----------
-    engine : Engine
-        Only the thread calls it. Others may read its attributes.
-    failure : BaseException or None
-        Why the engine is lost: it failed, and its pool is damaged.
+    `make` makes the engine, in the thread, because MLX needs that. `on_end` is called in the event loop with every
+    completion. Only the thread calls `engine`; others may read its attributes. `failure` says why the engine is lost:
+    it failed, and its pool is damaged.
     """
 
     def __init__(self, make: Callable[[], Engine], on_end: Callable[[Completion], None] = lambda completion: None):
-        self._make = make
-        self._on_end = on_end
+        self._make, self._on_end, self.is_stopping = make, on_end, False
         self._calls: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._news: list[tuple[Run, Any]] = []  # of the thread, until the step is over
         self._owners: dict[Hashable, tuple[Run, int]] = {}  # of the thread: by the engine's id
         self._thread = threading.Thread(target=self._work, name="kvpool-engine", daemon=True)
         self.engine: Engine
         self.failure: BaseException | None = None
-        self._is_stopping = False
         self.lost = asyncio.Event()
 
     async def start(self) -> None:
@@ -79,12 +68,13 @@ class Runner:
 
     async def stop(self) -> int:
         """Cancel what runs, end the thread and the trial of grammars. Return the blocks that are still in use."""
-        self._is_stopping = True
+        self.is_stopping = True
         self._calls.put(None)
-        await self._loop.run_in_executor(None, self._thread.join)
+        await asyncio.to_thread(self._thread.join)
         if self.engine.grammars.trial is not None:
             self.engine.grammars.trial.close()
-        return self._used(self.engine)
+        pool = self.engine.kv.pool
+        return sum(pool.stats(arena).used for arena in set(arenas_of(pool.options.groups)))
 
     def run(self, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]) -> Run:
         """Return a run of these prompts, which has not begun. With `listens` it gets every token, too."""
@@ -133,20 +123,13 @@ class Runner:
             self.failure = self.failure or broken
             self._loop.call_soon_threadsafe(self.lost.set)
 
-    @staticmethod
-    def _used(engine: Engine) -> int:
-        pool = engine.kv.pool
-        return sum(pool.stats(arena).used for arena in set(arenas_of(pool.options.groups)))
-
     def _step(self, engine: Engine) -> None:
-        if self.failure is not None:
-            return
-        for completion in engine.step():
+        for completion in engine.step() if self.failure is None else ():
             if completion.id in self._owners:
                 run, number = self._owners.pop(completion.id)
                 self._news.append((run, _wrong(completion) or (number, completion)))
 
-    def _begin(self, run: Run, engine: Engine) -> None:
+    def begin(self, run: Run, engine: Engine) -> None:
         """Submit all prompts of a run, or none."""
         if self.failure is not None:
             self._news.append((run, EngineFailed("the engine is lost")))
@@ -161,11 +144,12 @@ class Runner:
                 _log.error("a request failed", exc_info=error)
                 error = EngineFailed(f"the request failed: {type(error).__name__}")
             self._news.append((run, error))  # first: to cancel may fail, too
-            self._cancel(run, engine)
+            self.cancel(run, engine)
         else:
             self._news.append((run, None))
 
-    def _cancel(self, run: Run, engine: Engine) -> None:
+    def cancel(self, run: Run, engine: Engine) -> None:
+        """Cancel the prompts of a run that have not ended."""
         for id in run.ids:
             if self._owners.pop(id, None) is not None and id in engine:
                 engine.cancel(id)
@@ -176,41 +160,22 @@ class Runner:
             self._loop.call_soon_threadsafe(self._told, list(self._news))
             self._news.clear()
 
+    # ------------------------------------------------------------------------------------------- the event loop
+
     def _told(self, news: list[tuple[Run, Any]]) -> None:
         for run, item in news:
-            if run.items.qsize() < run.most:
-                run.items.put_nowait(item)
-            elif run.items.qsize() == run.most:
-                run.items.put_nowait(Stopped("the client reads too slowly"))
-                self.end(run)
+            run.put(item)
             if isinstance(item, tuple) and isinstance(item[1], Completion):
                 self._on_end(item[1])
 
-    # ------------------------------------------------------------------------------------------- the event loop
-
-    def begin(self, run: Run) -> None:
-        """Give a run to the thread."""
-        if self._is_stopping:
-            run.items.put_nowait(Stopped("the server stops"))
-        else:
-            self._calls.put(partial(self._begin, run))
-
-    def end(self, run: Run) -> None:
-        """Cancel the prompts of a run that have not ended. You may call it at any time."""
-        self._calls.put(partial(self._cancel, run))
-
-    def look(self, run: Run) -> None:
-        """Have the thread note how far the prompts of a run are read."""
-        self._calls.put(partial(_look, run))
+    def call(self, what: Callable[..., Any], *args: Any) -> None:
+        """Have the thread call something with the engine, between two steps. You may call it at any time."""
+        self._calls.put(partial(what, *args))
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
-        """Return what a function says of the engine. The thread calls it between two steps."""
+        """Return what a function says of the engine. The thread calls it."""
         answer: asyncio.Future[T] = self._loop.create_future()
-
-        def call(engine: Engine) -> None:
-            self._loop.call_soon_threadsafe(answer.set_result, question(engine))
-
-        self._calls.put(call)
+        self.call(lambda engine: self._loop.call_soon_threadsafe(answer.set_result, question(engine)))
         return await answer
 
 
@@ -256,38 +221,59 @@ class Run:
     """
 
     def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]):
-        self.prompts = prompts
-        self.options = options
-        self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self.prompts, self.options, self._runner, self._listens = prompts, options, runner, listens
         self.ids: list[Hashable] = []  # of the thread: the engine's
         self.completions: list[Completion] = []
-        self._num_heard = 0  # tokens
-        self.num_read = 0  # tokens of the prompts, when `look` was last called
-        self.most = UNREAD // (1 + options.get("top_logprobs", 0))
-        self._runner = runner
-        self._listens = listens
+        self.num_read = self._num_heard = 0  # tokens: of the prompts, when `look` was last called; of the answer
+        self._most = UNREAD // (1 + options.get("top_logprobs", 0))
+        self._items: list[Any] = []  # that nobody has read
+        self._is_over = False
+        self._came: asyncio.Future[None] | None = None  # what waits for an item
 
     def listener(self, number: int, news: list[tuple[Run, Any]]) -> Callable[[TokenEvent], None] | None:
         """Return the listener that the engine calls with each token of a prompt."""
         return (lambda event: news.append((self, (number, event)))) if self._listens else None
 
+    def put(self, item: Any) -> None:
+        """Take an item. Behind an exception comes nothing more."""
+        if not self._is_over:
+            if len(self._items) >= self._most:
+                item = Stopped("the client reads too slowly")
+                self.end()
+            self._is_over = isinstance(item, Exception)
+            self._items.append(item)
+            if self._came is not None and not self._came.done():
+                self._came.set_result(None)
+
+    async def _first(self) -> Any:
+        """Wait until there is an item."""
+        if not self._items:
+            self._came = asyncio.get_running_loop().create_future()
+            await self._came
+        return self._items[0]
+
     async def begin(self) -> Self:
         """Give it to the engine, as entering the block does."""
-        self._runner.begin(self)
+        if self._runner.is_stopping:
+            self.put(Stopped("the server stops"))
+        else:
+            self._runner.call(self._runner.begin, self)
         try:
-            await self._next()
+            if isinstance(item := await self._first(), Exception):
+                raise item
         except BaseException:
             self.end()
             raise
+        del self._items[0]
         return self
 
     def end(self) -> None:
-        """Cancel what still runs, as leaving the block does."""
-        self._runner.end(self)
+        """Cancel what still runs, as leaving the block does. You may call it at any time."""
+        self._runner.call(self._runner.cancel, self)
 
     def look(self) -> int:
         """Have the engine count the prompt tokens that it has read. Return how many these were the last time."""
-        self._runner.look(self)
+        self._runner.call(_look, self)
         return self.num_read
 
     @property
@@ -298,7 +284,7 @@ class Run:
         first = min((one.first_token - one.arrived for one in times if one.first_token is not None), default=None)
         return {
             "prompt": sum(map(len, self.prompts)),
-            "cached": sum(completion.samples[0].output.num_cached for completion in self.completions),
+            "cached": sum(one.samples[0].output.num_cached for one in self.completions) if self.completions else None,
             "generated": sum(len(sample.tokens) for sample in samples) or self._num_heard,
             "first": None if first is None else round(first, 3),
         }
@@ -308,17 +294,22 @@ class Run:
     async def __aexit__(self, *exc: object) -> None:
         self.end()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenEvent | Completion]]:
-        while len(self.completions) < len(self.prompts):
-            number, item = await self._next()
+    async def news(self) -> list[tuple[int, Any]]:
+        """Return all that has come since the last time, once there is something."""
+        await self._first()
+        items, self._items = self._items, []
+        if isinstance(items[-1], Exception):
+            self._items.append(items.pop())
+            if not items:
+                raise self._items[0]
+        for _, item in items:
             if isinstance(item, Completion):
                 self.completions.append(item)
-            else:
+            elif item:
                 self._num_heard += 1
-            yield number, item
+        return items
 
-    async def _next(self) -> Any:
-        item = await self.items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenEvent | Completion]]:
+        while len(self.completions) < len(self.prompts):
+            for one in await self.news():
+                yield one

@@ -12,14 +12,7 @@ from kvpool.adapters.mlx_lm.grammar import Grammar, Grammars
 
 
 class Given(Grammar):
-    """A grammar whose only answer are these tokens. It is the follower of its samples, too.
-
-    Parameters
-    ----------
-    tokens : sequence of int
-    grammars : Grammars
-        Of the engine: all grammars of a step have as many bits.
-    """
+    """A grammar whose only answer are these tokens. It follows its samples, too. All grammars have as many bits."""
 
     def __init__(self, tokens: Sequence[int], grammars: Grammars) -> None:
         super().__init__(None, frozenset())

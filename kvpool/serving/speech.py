@@ -30,33 +30,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """The marks of a model for reasoning and calls.
+    """The marks of a model for reasoning and calls."""
 
-    Attributes
-    ----------
-    think : tuple of str, optional
-        What opens and closes reasoning.
-    thinks_first : bool
-        Whether the prompt has opened it.
-    call : tuple of str, optional
-        What opens and closes calls that the model writes freely. An empty end: they end with the answer.
-    names : set of str
-        The tools that they may call.
-    parse : callable
-        Reads what is between them.
-    is_one : bool
-        Whether the answer ends with its first call.
-    by_grammar : bool
-        Whether calls are those of `grammar_of_calls`, in any model.
-    """
-
-    think: tuple[str, str] | None = None
-    thinks_first: bool = False
-    call: tuple[str, str] | None = None
-    names: Collection[str] = ()
-    parse: Callable[[str], Any] = json.loads
-    is_one: bool = False
-    by_grammar: bool = False
+    think: tuple[str, str] | None = None  # what opens and closes reasoning
+    thinks_first: bool = False  # the prompt has opened it
+    call: tuple[str, str] | None = None  # the same of calls that it writes freely. An empty end: that of the answer
+    names: Collection[str] = ()  # the tools that they may call
+    parse: Callable[[str], Any] = json.loads  # reads what is between the marks
+    is_one: bool = False  # the answer ends with its first call
+    by_grammar: bool = False  # calls are those of `grammar_of_calls`, in any model
 
     @classmethod
     def of(cls, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any], by_grammar: bool, is_one: bool) -> Manner:
@@ -110,14 +92,7 @@ class Reader:
 
     A call without its end is one only if the model itself has ended the answer there. Of what a grammar forces, the
     arguments are told as they come, and the call with the first of them: a call that has none looks whole. What is left
-    of a mark, or of a name, is not told.
-
-    Attributes
-    ----------
-    num_calls : int
-        Calls that came.
-    is_cut : bool
-        Whether the answer was cut off in a call.
+    of a mark, or of a name, is not told. `num_calls` came; `is_cut`: the answer was cut off in one.
     """
 
     def __init__(self, manner: Manner) -> None:
@@ -130,6 +105,13 @@ class Reader:
         self._name = ""  # of a forced call that is not told yet
         self.num_calls = 0
         self.is_cut = False
+
+    def plain(self, text: str) -> str | None:
+        """Return the kind of a text, if all of it is said now and nothing else. None: `read` has to see it."""
+        is_known = self._kind == "thinking" or (self._kind == "text" and not self._may_think)
+        if not is_known or self._held or self._is_fresh or any(mark[0] in text for mark in self._marks[self._kind]):
+            return None
+        return self._kind
 
     def read(self, text: str, is_last: bool, is_whole: bool = True) -> list[Piece]:
         """Return what is said now, in order. The last text is not whole if something else than the model ended it."""
@@ -200,16 +182,9 @@ class Reader:
 
 
 def grammar_of_calls(mark: Callable[[str], str], tools: Mapping[str, Any], most: int, other: Any = None) -> str:
-    """Return a grammar, in llguidance's form of Lark, of 1 to `most` calls.
+    """Return a grammar, in llguidance's form of Lark, of 1 to `most` calls of tools, which have schemas by their names.
 
-    Parameters
-    ----------
-    mark : callable
-        `Grammars.mark`.
-    tools : mapping
-        Of names to the JSON schemas of their arguments. Empty: there are none.
-    other : mapping, optional
-        The JSON schema of what an answer may be instead.
+    `mark` is `Grammars.mark`, and `other` the JSON schema of what an answer may be instead.
     """
     nothing, compact = {"additionalProperties": False}, {"x-guidance": {"whitespace_flexible": False}}
     schemas = [{"type": "object"} | (schema or nothing) | compact for schema in tools.values()]

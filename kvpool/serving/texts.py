@@ -61,16 +61,8 @@ while True:
 
 
 class Turns:
-    """Work of tenants, some of it at a time. The next is that of the tenant which got least for its weight.
-
-    Parameters
-    ----------
-    places : int
-        Calls that run at a time.
-    most : int
-        Of these, calls of one tenant.
-    weights : mapping of tenants to numbers
-        Tenants that are not there have 1.
+    """Work of tenants, `places` calls at a time, of these at most `most` of one tenant. The next is that of the tenant
+    which got least for its weight, which is 1 unless `weights` has another.
     """
 
     def __init__(self, places: int, most: int, weights: Mapping[str, float]) -> None:
@@ -143,19 +135,10 @@ class Threads:
 
 
 class Processes:
-    """Tokenizes in processes.
+    """Tokenizes in processes, by JSON of `tokenizers`. With `splits`, names of special tokens are text.
 
     They start with the first text, and end with `close` or with this process. If nobody waits for a text any more, its
     process is killed once it has read for longer than it took to load: another one loads as fast.
-
-    Parameters
-    ----------
-    tokenizer : str
-        JSON of `tokenizers`.
-    splits : bool
-        Whether the names of special tokens are text.
-    places, most, weights
-        See `Turns`.
     """
 
     def __init__(self, tokenizer: str, splits: bool, places: int, most: int, weights: Mapping[str, float]) -> None:
@@ -169,14 +152,8 @@ class Processes:
     async def run(self, tenant: str | None, cost: float, text: str, special: bool) -> np.ndarray:
         """Return the tokens of a text, int32 ``[n]``, with or without those that begin and end a prompt.
 
-        The place is taken until the text is read, or its process killed.
-
-        Raises
-        ------
-        ValueError
-            The tokenizer says why.
-        OSError
-            The process does not start, or it died, or `close` was called.
+        The place is taken until the text is read, or its process killed. Raise ValueError if the tokenizer does, and
+        OSError if the process does not start, or died, or `close` was called.
         """
         await self._turns.enter(tenant, cost)
         loop = asyncio.get_running_loop()
@@ -187,7 +164,10 @@ class Processes:
                 loop.run_in_executor(None, trim, 0)
 
         try:
-            reader = self._take()
+            if self._is_closed:
+                raise ChildProcessError("[serving] the processes that tokenize were ended")
+            self._replace()
+            reader = self._idle.pop()
         except OSError:
             self._turns.leave(tenant)
             raise
@@ -206,13 +186,6 @@ class Processes:
             reader.kill()
         await asyncio.gather(*(reader.ended() for reader in self._all))
 
-    def _take(self) -> _Reader:
-        """Take a process that lives."""
-        if self._is_closed:
-            raise ChildProcessError("[serving] the processes that tokenize were ended")
-        self._replace()
-        return self._idle.pop()
-
     async def _read(self, reader: _Reader, text: str, special: bool) -> np.ndarray:
         try:
             return await reader.encode(text.encode(), special)
@@ -224,9 +197,8 @@ class Processes:
 
     def _replace(self) -> None:
         """Start a process for each place that has none, or a dead one."""
-        dead = [reader for reader in self._idle if reader.is_dead]
+        self._all -= (dead := {reader for reader in self._idle if reader.is_dead})
         self._idle = [reader for reader in self._idle if reader not in dead]
-        self._all.difference_update(dead)
         while len(self._all) < self._places and not self._is_closed:
             reader = _Reader(self._first)
             self._idle.insert(0, reader)  # the one that was started first has loaded
@@ -234,21 +206,11 @@ class Processes:
 
 
 class _Reader:
-    """A process that tokenizes.
-
-    Attributes
-    ----------
-    seconds : float
-        That it took to load the tokenizer.
-    due : float
-        When it has read its text for so long, by the clock of the loop.
-    is_reading : bool
-        Whether it has a text of which it has not given the tokens.
-    """
+    """A process that tokenizes. It took `seconds` to load, and has read its text for so long when it is `due`."""
 
     def __init__(self, first: bytes) -> None:
-        self.seconds, self.due, self.is_reading = 0.0, 0.0, False
-        self._is_killed = False
+        self.seconds, self.due = 0.0, 0.0
+        self.is_reading = self._is_killed = False  # the first: it has a text of which it has not given the tokens
         self._process: asyncio.subprocess.Process | None = None
         self._loaded = asyncio.create_task(self._load(first))
 
@@ -290,9 +252,8 @@ class _Reader:
     @property
     def is_dead(self) -> bool:
         """Whether it did not start, was killed, or has ended."""
-        if self._loaded.done() and self._loaded.exception() is not None:
-            return True
-        return self._is_killed or (self._process is not None and self._process.returncode is not None)
+        has_failed = self._loaded.done() and self._loaded.exception() is not None
+        return has_failed or self._is_killed or (self._process is not None and self._process.returncode is not None)
 
     def kill(self) -> None:
         """End the process, also one that is about to start."""

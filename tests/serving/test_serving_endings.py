@@ -4,6 +4,7 @@ import importlib
 import json
 import pkgutil
 import random
+import re
 from types import SimpleNamespace
 
 import mlx_lm.tool_parsers
@@ -12,7 +13,7 @@ import pytest
 from fuzz_seed import fresh_seed
 
 from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
-from kvpool.serving.answers import Answer, ChatForm
+from kvpool.serving.answers import ChatAnswer
 from kvpool.serving.messages import MessageAnswer
 from kvpool.serving.requests import ChatRequest
 from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
@@ -76,13 +77,14 @@ def pieces(text, end, draw):
 
 
 def events_of(answer, text, end, draw):
-    told = answer.opening(1) + [event for one in pieces(text, end, draw) for event in answer.piece(0, one)]
-    told += answer.closing(0, completion(text, end)) + answer.ending([completion(text, end)])
-    return [json.loads(json.dumps(data)) for _, data in told if isinstance(data, dict)]
+    told = answer.opening(1) + [event for one in pieces(text, end, draw) for event in answer.told(0, one)]
+    told += answer.told(0, completion(text, end)) + answer.ending([completion(text, end)])
+    said = re.findall(r"^data: (\{.*)$", b"".join(told).decode(), re.M)
+    return [json.loads(one) for one in said]
 
 
 def chat(manner):
-    return Answer(ChatForm(str, str.encode, manner), "m", BODY, 1)
+    return ChatAnswer("m", BODY, 1, str, spell=str.encode, manner=manner)
 
 
 def whole_chat(manner, text, end, draw):
@@ -135,7 +137,7 @@ def told_by(blocks, closing):
 
 
 def response(manner):
-    return ResponseAnswer(ResponsesRequest(input="a"), "m", BODY, 1, manner)
+    return ResponseAnswer("m", BODY, 1, manner, ResponsesRequest(input="a"))
 
 
 def whole_response(manner, text, end, draw):

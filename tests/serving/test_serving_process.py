@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -194,8 +195,24 @@ def test_server_short_of_files_answers_all_clients_in_few_words():
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
             assert server.get("/health")[0] == 200
         assert all(connection.recv(100) for connection in held), "streams go on"
+        for _ in range(20):  # it stops while connections have to wait
+            stack.enter_context(opened(server))
     errors = b"".join(server.errors)
     assert errors.count(b"Too many open files") == 1 and len(errors) < 2000, errors[-2000:]
+
+
+def test_retry_to_accept_is_a_fault_unless_the_server_has_closed_its_socket():
+    """asyncio retries a second after files were short."""
+    told, sock = [], socket.socket()
+    loop, handle = SimpleNamespace(default_exception_handler=told.append), serving._shortage(sock)
+    error = ValueError("Invalid file descriptor: -1")
+    retry = {"message": "Exception in callback BaseSelectorEventLoop._start_serving()", "exception": error}
+    other = {"message": "Exception in callback told()", "exception": error}
+    handle(loop, retry)
+    sock.close()
+    handle(loop, retry)
+    handle(loop, other)
+    assert told == [retry, other]
 
 
 @pytest.mark.parametrize(
