@@ -52,7 +52,7 @@ from kvpool.adapters.mlx_lm.states import Held, SlotStates, arrays_of
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.errors import OutOfBlocks, OutOfSequences, UnknownRequest
 from kvpool.eviction import Policy, SlidingWindow
-from kvpool.metrics import Metric, counter
+from kvpool.metrics import Metric, counter, gauge
 from kvpool.scheduler import Decoding, Output, Step
 from kvpool.scheduler.drafts import Propose
 from kvpool.scheduler.request import token_array
@@ -194,6 +194,8 @@ class Engine:
         Compiles what `submit` takes as ``grammar``.
     num_not_finite : int
         Requests that ended with `LogitsNotFinite`.
+    wired_nbytes : int
+        Memory that macOS may not page out, for `metrics`: what the process has told MLX, 0 for no limit.
     """
 
     def __init__(
@@ -244,7 +246,7 @@ class Engine:
         self._runs_ahead = self.kv.passes.is_lazy and speculate is None and may_wait
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
-        self.num_not_finite = 0
+        self.num_not_finite = self.wired_nbytes = 0
         self._on_events = on_events if self.kv.prefix_cache else None
         self._start()
 
@@ -478,7 +480,11 @@ class Engine:
     def metrics(self) -> list[Metric]:
         """Counters of this engine and its store, for `kvpool.metrics`. Any thread may ask."""
         text = "Requests that ended because the logits of the model were not finite."
-        own = [counter("kvpool_requests_not_finite_total", text, self.num_not_finite)]
+        wired = "MLX's limit of memory that macOS may not page out, 0 for none."
+        own = [
+            counter("kvpool_requests_not_finite_total", text, self.num_not_finite),
+            gauge("kvpool_wired_limit_bytes", wired, self.wired_nbytes),
+        ]
         return own if self.kv.stored is None else own + self.kv.stored.metrics()
 
     def __contains__(self, id: Hashable) -> bool:
