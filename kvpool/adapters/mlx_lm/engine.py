@@ -34,6 +34,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import isfinite
 from operator import attrgetter
+from threading import current_thread
 from typing import Any, Self
 
 import mlx.core as mx
@@ -388,6 +389,7 @@ class Engine:
         """
         if self._is_delivering:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
+        self.kv.passes.last_driver = current_thread()
         began = time.monotonic()
         if self.kv.stored is not None:
             self._poll(self.kv.stored)
@@ -492,7 +494,7 @@ class Engine:
         return id in self._jobs
 
     def close(self) -> None:
-        """Cancel all requests and return their blocks. The pool stays usable, the store is closed."""
+        """Cancel all requests, return their blocks, and wait for MLX. The pool stays usable, the store is closed."""
         self._drop(list(self._jobs))
         self.kv.close()
 
