@@ -240,7 +240,7 @@ def metal_rows(metal: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("Metal", f"yes, {metal['device']}"),
         ("Metal kernels", "compiled and run" if failure is None else f"NO: {failure}"),
-        ("wired memory", f"at most {format_nbytes(metal.get('wired_nbytes', 0))}, by serve and generate"),
+        ("wired memory", f"at most {format_nbytes(metal.get('wired_nbytes', 0))}, by serve, generate and demo"),
     ]
 
 

@@ -298,8 +298,9 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any], settings: Set
         options["num_blocks"] = most if args.memory else min(most, 1 + running * -(-longest // size))
     speculate = proposer(num_drafts_of(args), draft, options["num_blocks"] * size, running)
     engine = Engine(model, tokenizer=tokenizer, speculate=speculate, **options)
-    if limit := fit_wired(args.wired):
-        say(f"kvpool serve: {format_nbytes(limit)} of memory are wired at most")
+    engine.wired_nbytes = fit_wired(args.wired)
+    if engine.wired_nbytes:
+        say(f"kvpool serve: {format_nbytes(engine.wired_nbytes)} of memory are wired at most")
     return engine
 
 

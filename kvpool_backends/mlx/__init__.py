@@ -127,12 +127,19 @@ def what_is_wrong(route: Any, metal_kernel: Any, spec: KVSpec) -> str:
     if found and route.route == "metal":
         from kvpool_backends.mlx.metal_kernels import MetalKernels
 
-        MetalKernels.widen = True  # what most probably is refused
-        again = _difference(route, metal_kernel, spec)
-        MetalKernels.widen = not again
-        if not again:
-            _log.warning("[mlx] products of matrices of floats alone are taken, because of: %s", found)
-        found = again
+        # What most probably is refused, and what takes its place.
+        for owner, name, what in (
+            (MetalKernels, "widen", "products of matrices of floats alone are taken"),
+            (route, "describes_each", "attention is described to MLX for each layer"),
+        ):
+            if not found or not hasattr(owner, name):
+                continue
+            setattr(owner, name, True)
+            works = not _difference(route, metal_kernel, spec)
+            setattr(owner, name, works)
+            if works:
+                _log.warning("[mlx] %s, because of: %s", what, found)
+                found = ""
     if found and is_tested:
         _log.warning("[mlx] the kernels do not work on this GPU, the plain route is taken: %s", found)
     elif not found and not is_tested:

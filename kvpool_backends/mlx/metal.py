@@ -110,7 +110,7 @@ class MetalAttention(_Storage):
         self._long_chunk = long_chunk(self.spec)
         self._asked: dict[tuple[int, tuple[str, ...]], AttentionOptions] = {}  # by query heads and features
 
-    def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
+    def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> Sequence[mx.array]:
         """Return ``kernel(k_pool, v_pool)`` on the planes of a layer, ordered with its writes."""
         raise NotImplementedError
 
@@ -160,8 +160,7 @@ class MetalAttention(_Storage):
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
         """Return the contexts of a step, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
         check_layer(self, "read", layer)
-        k, v = self._on_pool(layer, lambda *pools: self._contexts(layer, pools, step))
-        return k, v
+        return self._contexts(layer, step)
 
     def warmup(
         self,
@@ -227,37 +226,34 @@ class MetalAttention(_Storage):
         """Return the result. With `scores`, return the scores too."""
         work = bound.work
         heads = per_head(options) if options is None or options.mask is None else arrays_of(options)
-
-        def kernel(k_pool: Plane, v_pool: Plane) -> list[mx.array]:
-            layout, results = self._kernels.layout(layer), []
-            for launch, tokens in bound.launches:
-                if tokens is None:
-                    results += launch(layout, q, k_pool, v_pool, heads)
-                    continue
-                slopes, sinks, mask = heads
-                mask = mask if options is None or options.mask is None else mask[tokens]
-                results += launch(layout, q[tokens], k_pool, v_pool, (slopes, sinks, mask))
-            for row, _, _ in work.chunks:
-                results += self._contexts(layer, (k_pool, v_pool), plan, slice(row, row + 1))
-            return results
-
-        results = self._on_pool(layer, kernel)
+        launched: list[mx.array] = []
+        for launch, tokens in bound.launches:
+            if tokens is None:
+                launched += self._launched(layer, launch, q, heads)
+                continue
+            slopes, sinks, mask = heads
+            mask = mask if options is None or options.mask is None else mask[tokens]
+            launched += self._launched(layer, launch, q[tokens], (slopes, sinks, mask))
         if work.order is None and scores is None and not work.chunks:
-            return results[0]
+            return launched[0]
         options = options or AttentionOptions()
         each = 1 if scores is None else 2
-        launched, contexts = results[: each * len(work.launches)], results[each * len(work.launches) :]
         outs, exported = launched[::each], launched[1::2] if each == 2 else []
-        sinks = sinks_like(q, heads[1]) if options.sinks is not None else None
-        for (_, first, last), k, v in zip(work.chunks, contexts[::2], contexts[1::2], strict=True):
+        contexts = [self._contexts(layer, plan, slice(row, row + 1)) for row, _, _ in work.chunks]
+        sunk = sinks_like(q, heads[1]) if options.sinks is not None else None
+        for (_, first, last), (k, v) in zip(work.chunks, contexts, strict=True):
             queries = q[first:last].swapaxes(0, 1)[None]
             k, v = k.astype(q.dtype), v.astype(q.dtype)
-            out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=bound.scale, mask="causal", sinks=sinks)
+            out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=bound.scale, mask="causal", sinks=sunk)
             outs.append(out[0].swapaxes(0, 1))
         out = outs[0] if work.order is None else mx.concatenate(outs)[work.order]
         if scores is None:
             return out
-        return out, self._scores(q, plan, work, exported, contexts[::2], bound.scale, options, scores)
+        return out, self._scores(q, plan, work, exported, [k for k, _ in contexts], bound.scale, options, scores)
+
+    def _launched(self, layer: int, launch: Launch, q: mx.array, heads: tuple[mx.array, ...]) -> Sequence[mx.array]:
+        layout = self._kernels.layout(layer)
+        return self._on_pool(layer, lambda k, v: launch(layout, q, k, v, heads))
 
     def _scores(
         self,
@@ -343,20 +339,19 @@ class MetalAttention(_Storage):
             return step
         return step._replace(export=score_export(work, plan.seq_lens, options.window, CONSTANT_SIZE_MAX))
 
-    def _contexts(
-        self,
-        layer: int,
-        pools: Sequence[Plane],
-        plan: MetalStep,
-        rows: slice = slice(None),
-    ) -> list[mx.array]:
+    def _contexts(self, layer: int, plan: MetalStep, rows: slice = slice(None)) -> tuple[mx.array, mx.array]:
         """Return K and V of some rows, ``[B, Hk, C, D]``. C is the longest context."""
         seq_lens = plan.seq_lens[rows]
         tables, lens = plan.tables[rows], _int32(seq_lens)
-        return [
-            self._kernels.gather(layer, plane, pool, tables, lens, int(seq_lens.max(initial=0)))
-            for (plane, _), pool in zip(self.spec.planes, pools, strict=True)
-        ]
+
+        def kernel(*pools: Plane) -> list[mx.array]:
+            return [
+                self._kernels.gather(layer, plane, pool, tables, lens, int(seq_lens.max(initial=0)))
+                for (plane, _), pool in zip(self.spec.planes, pools, strict=True)
+            ]
+
+        k, v = self._on_pool(layer, kernel)
+        return k, v
 
     def _variants(self, shape: BatchShape) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return (queries, contexts) of batches that together launch every kernel of a shape."""

@@ -159,12 +159,18 @@ class Launch(NamedTuple):
     parts: mx.array
     more_inputs: list[Any]  # of scores
     group: int  # query heads per KV head, if the kernel leaves raw scores of each; else 0
+    noted: list[Any]  # by the extension, for other layers: nothing or one
 
     def __call__(
-        self, layout: mx.array, q: mx.array, k_pool: Plane, v_pool: Plane, heads: tuple[mx.array, ...]
+        self,
+        layout: mx.array,
+        q: mx.array,
+        k_pool: Sequence[mx.array],
+        v_pool: Sequence[mx.array],
+        heads: tuple[mx.array, ...],
     ) -> list[mx.array]:
         """Attention of one layer, see `MetalKernels.attend`. `heads`: slopes, sinks and mask."""
-        (keys, *k_factors), (values, *v_factors) = _arrays(k_pool), _arrays(v_pool)
+        (keys, *k_factors), (values, *v_factors) = k_pool, v_pool
         factors = (*k_factors, *v_factors, *self.more_inputs)
         out = self.attend(inputs=[q, keys, values, layout, *self.inputs, *heads, *factors])
         if self.group:
@@ -449,7 +455,8 @@ class MetalKernels:
             ``[B, Hq, C]``.
         """
         launch = self.bind(q.dtype, q.shape[0], q.shape[1], step, scores)
-        return launch(self.layout(layer), q, k_pool, v_pool, (step.slopes, step.sinks, step.mask))
+        pools = _arrays(k_pool), _arrays(v_pool)
+        return launch(self.layout(layer), q, *pools, (step.slopes, step.sinks, step.mask))
 
     def bind(
         self, dtype: mx.Dtype, num_tokens: int, num_q_heads: int, step: AttentionStep, scores: str | None = None
@@ -483,7 +490,7 @@ class MetalKernels:
         )  # fmt: skip
         group = num_q_heads // spec.num_kv_heads if scores == "raw" and tiles.units else 0
         inputs = step.tables, step.items, step.numbers, step.window
-        return Launch(attend, reduce, inputs, step.parts, more_inputs, group)
+        return Launch(attend, reduce, inputs, step.parts, more_inputs, group, [])
 
     def _score_arguments(
         self, step: AttentionStep, num_q_heads: int, scores: str | None
@@ -678,11 +685,12 @@ def in_place_source(name: str, types: tuple[str, ...], numbers: tuple[int, ...])
 
 @cache
 def source_text(name: str) -> str:
-    """A file of `kvpool_backends.metal` without its comments and indentation, line numbers kept.
+    """A file of `kvpool_backends.metal` without its comments, indentation and blank lines.
 
-    MLX looks for the names of built-in values all over the text and hashes it at every launch.
+    MLX looks for the names of built-in values all over the text and copies it at every launch.
     """
-    return "".join(line.split("//")[0].strip() + "\n" for line in _file_text(name).splitlines())
+    lines = (line.split("//")[0].strip() for line in _file_text(name).splitlines())
+    return "".join(f"{line}\n" for line in lines if line)
 
 
 def header_text(name: str) -> str:

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from kvpool.cli import main, wired
+from kvpool.cli import demo, main, serve, wired
 from kvpool.cli.console import CommandError
 
 mx = pytest.importorskip("mlx.core")
@@ -61,6 +61,24 @@ def test_nothing_is_wired_without_metal_and_nonsense_is_refused():
     assert parser.parse_args([]).wired == "auto"
     with pytest.raises(CommandError, match="--wired much"):
         wired.limit_of("much")
+
+
+def test_demo_wires_what_its_parts_load(mac, monkeypatch):
+    limits = mac(128)
+    monkeypatch.setattr(demo, "show", lambda *_: limits.append("shown") or 0)
+    assert main(["demo", "--wired", "40GiB"]) == 0 and limits == [5, 40 * GIB, "shown", 5]
+    assert main(["demo", "--wired", "much"]) == 2 and len(limits) == 4
+
+
+def test_serve_counts_the_limit_in_its_metrics(monkeypatch):
+    monkeypatch.setattr(serve, "fit_wired", lambda given: {"auto": 7}[given])
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    args = parser.parse_args(["--model", "tiny"])
+    options = {"num_blocks": 9, "block_size": 16, "max_running": 1}
+    engine = serve.make_engine(args, options, argparse.Namespace(chat_template=None, defaults={}))
+    (found,) = [metric for metric in engine.metrics() if metric.name == "kvpool_wired_limit_bytes"]
+    assert found.samples == (({}, 7),)
 
 
 def test_generate_wires_its_model(mac, monkeypatch, capsys):

@@ -482,6 +482,22 @@ def test_a_compiler_without_products_of_mixed_types_gets_floats(engine, monkeypa
     kvpool_backends.mlx.what_is_wrong.cache_clear()
 
 
+def test_an_extension_whose_attention_fails_lets_mlx_launch_each_layer(engine, built, caplog):
+    with on_cpu(), looking_in(built):
+        from kvpool_backends.mlx.native.metal import NativeMetalBackend
+
+        class Route(NativeMetalBackend):
+            def _launched(self, *call):
+                if not self.describes_each:
+                    raise RuntimeError("no such pipeline")
+                return super()._launched(*call)
+
+        for _ in range(2):
+            assert kvpool_backends.mlx.what_is_wrong(Route, engine.factory(0), FUSED) == ""
+    assert Route.describes_each and not metal_kernels.MetalKernels.widen
+    assert caplog.text.count("described to MLX for each layer, because of: RuntimeError: no such pipeline") == 1
+
+
 def test_only_commands_wire_memory_down():
     """A limit of the process, which belongs to its owner."""
     root = Path(__file__).parents[2]

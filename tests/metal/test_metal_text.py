@@ -78,7 +78,7 @@ def test_variants_of_an_attention_kernel_share_one_text(kernel):
 def test_kernel_texts_have_no_comments_and_no_function_constants():
     for path in FILES:
         text = source_text(path.name)
-        assert text.count("\n") == path.read_text().count("\n")  # lines of messages are those of the files
+        assert not re.search(r"^\s|\n\s", text)  # MLX copies the text at each launch
         assert "//" not in text  # a built-in value that a comment names becomes an argument
         assert "function_constant" not in text  # not part of MLX's key of a compiled kernel
 

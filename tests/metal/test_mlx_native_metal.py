@@ -9,6 +9,7 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import re
+import time
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,15 +19,18 @@ import msl
 import numpy as np
 import pytest
 from mlx_models import on_cpu
+from msl.arrays import METAL_TYPES
 from test_mlx_native import looking_in
 
 from kvpool.config import KVSpec
-from kvpool.protocol import StepArrays
+from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool.testing.dense import round_to
 from kvpool_backends.cpu import default_isa
 from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx.base import DTYPES
+from kvpool_backends.mlx.metal_kernels import per_head
 from kvpool_backends.mlx.native import load, loading
+from kvpool_backends.mlx.native import metal as native_metal
 from kvpool_backends.mlx.native.build import compile_module
 from kvpool_backends.mlx.native.metal import metal_texts
 from kvpool_backends.mlx.native.pool import InPlacePool
@@ -73,7 +77,7 @@ class OnMetal:
     def record(self, layer, *, reads=(), step=None, copies=None, k=None, v=None):
         capsule, chain = self.pool._layers[layer]
         mx.eval(*(x for x in (*reads, k, v) if x is not None))
-        return self.recorder.record(mx.array, chain.handles, tuple(reads), capsule, step, copies, k, v)
+        return self.recorder.record(mx.array, chain.handles, tuple(reads), capsule, step, copies, None, k, v)
 
     def write(self, layer, k, v, slots):
         spec = self.spec
@@ -212,6 +216,160 @@ def test_threads_are_those_of_the_kernel_that_mlx_has_compiled(recorder, built):
     assert recorder.max_threads("custom_kernel_x") == 768
     with looking_in(built), pytest.raises(RuntimeError, match="was built without Metal"):
         load().max_threads("custom_kernel_x")
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+NUMPY = {text: "u2" if name == "bfloat16" else name for name, text in METAL_TYPES.items()} | {"int": "i4"}
+OPTIONS = {"window": 70, "soft_cap": 2.0, "sinks": np.linspace(-1, 2, 6), "alibi_slopes": np.linspace(0, 0.3, 6)}
+ATTENDED = {
+    "parts and their sum": (KVSpec(3, 2, 64, "float16", 8), 4, (1, 1), {}),
+    "one array of all layers": (KVSpec(3, 2, 64, "float32", 8, layout="stacked"), 2, (1, 1), {}),
+    "a matrix": (KVSpec(3, 1, 128, "bfloat16", 16, layout="interleaved"), 16, (1, 1), {}),
+    "packed with options": (KVSpec(3, 2, 64, "float16", 8, k_bits=8, v_bits=4), 3, (1, 1), OPTIONS),
+    "a row for each kernel": (KVSpec(3, 2, 64, "float16", 8, layout="HND"), 4, (1, 3), {}),
+}
+
+
+class Attending:
+    """A backend whose attention is a node for each layer, and the same pool by the CPU kernels."""
+
+    def __init__(self, spec, group, q_lens, options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native_metal, "has_metal", lambda: True)
+            self.backend = MLXBackend(spec, 32, native=True, metal_kernel=mx.fast.metal_kernel)
+        self.expected = MLXBackend(self.backend.spec, 32, native=False)
+        self.spec, self.num_heads = spec, group * spec.num_kv_heads
+        slots = np.arange(32 * spec.block_size)
+        for layer in range(spec.num_layers):
+            k, v = (values((len(slots), spec.num_kv_heads, dim), spec.dtype, layer) for _, dim in spec.planes)
+            self.expected.write(StepArrays(slot_mapping=slots), layer, k, v)
+        self.backend.import_blocks(range(32), self.expected.export_blocks(range(32)))
+        tables = np.random.default_rng(0).permutation(32).astype(np.int32)[: 2 * (100 // spec.block_size + 1)]
+        self.plan = StepArrays(tables.reshape(2, -1), np.array([100, 33]), np.cumsum([0, *q_lens]))
+        self.options = AttentionOptions(**options) if options else None
+        self.step = self.backend.prepare(self.plan)
+
+    def q(self, seed):
+        return values((int(self.plan.cu_q_lens[-1]), self.num_heads, self.spec.query_dim), self.spec.dtype, seed) / 8
+
+    def attend(self, layer, q, repeat):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.backend._lazy, "repeat", repeat)
+            return self.backend.attend(self.step, layer, q, options=self.options)
+
+    def note(self, folder):
+        """Attend for the first time, while MLX traces: without Metal it describes launches only then."""
+
+        def traced(q):
+            return self.attend(0, q, lambda layer, noted, own: own[0])
+
+        mx.export_function(str(folder / "noted.mlxfn"), traced, self.q(0))
+
+    def run(self, recorder, layer, noted, own):
+        """Encode the node of a layer, run its launches by the stand-in, and return the result."""
+        capsule, chain = self.backend._lazy._layers[layer]
+        mx.eval(own)
+        launches, _, _ = recorder.record(mx.array, chain.handles, own, capsule, None, None, noted, None, None)
+        for _, text, bindings, grid, group in launches:
+            (kernel, arguments) = re.search(r"decltype\((\w+)<(.*)>\)", text).groups()
+            parameters = re.findall(r"(\w+)[*&] (\w+) \[\[buffer\((\d+)\)\]\]", text)
+            bound = {}
+            for dtype, name, index in parameters:
+                binding = bindings[int(index)]
+                if isinstance(binding, bytes):
+                    array, access = np.frombuffer(binding, NUMPY[dtype]).copy(), "read_only"
+                else:
+                    is_output, address, nbytes, _ = binding
+                    array = np.frombuffer((ctypes.c_char * nbytes).from_address(address), NUMPY[dtype])
+                    is_pool = address in chain.addresses  # an output for the order of writes, but only read
+                    assert is_output == (is_pool or name == "out")
+                    access = "output" if name == "out" else "read_only"
+                bound[int(index)] = msl.Bound(array, access, name)
+            with msl.settings(seed=1, instrumented=True):
+                compiled(text[: text.rindex("template [[host_name")], kernel, arguments).launch(bound, grid, group)
+        shape = (*own[0].shape[:2], self.spec.result_dim)
+        return mx.array(array.reshape(shape)).view(DTYPES[self.spec.dtype])
+
+
+@pytest.fixture
+def attending(recorder, built, tmp_path):
+    def made(name):
+        found = Attending(*ATTENDED[name])
+        found.note(tmp_path)
+        return found
+
+    with looking_in(built), on_cpu():
+        yield made
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+def test_noted_attention_repeats_for_layers_what_the_cpu_kernels_compute(recorder, attending, name):
+    """What MLX has described for one layer, with the arrays of the others."""
+    case = attending(name)
+    for layer in range(case.spec.num_layers):
+        q = case.q(layer + 1)
+        out = case.attend(layer, q, lambda *node: case.run(recorder, *node))
+        expected = case.expected.attend(case.plan, layer, q, options=case.options)
+        out, expected = np.array(out.astype(mx.float32)), np.array(expected.astype(mx.float32))
+        limit = {"float32": 4e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}[case.spec.dtype]
+        np.testing.assert_allclose(out, expected, rtol=0, atol=limit * np.abs(expected).max())
+
+
+def test_attention_is_one_node_for_each_layer_and_described_once_in_a_step(attending, monkeypatch):
+    case = attending("parts and their sum")  # outside of a trace MLX describes nothing without Metal
+    q = case.q(1)
+    for layer in range(3):
+        out = case.backend.attend(case.step, layer, q)
+        assert out.shape == q.shape and out.dtype == q.dtype
+    with pytest.raises(RuntimeError, match="No Metal back-end"):
+        case.backend.attend(case.backend.prepare(case.plan), 0, q)
+    with pytest.raises(RuntimeError, match="the node was built for a GPU"):
+        mx.eval(out)
+
+
+def test_a_node_takes_at_most_half_of_the_time_of_the_calls_that_it_repeats(attending, tmp_path):
+    """Of the host, per layer: `attend` of a step whose contexts have parts. It is a quarter on x86."""
+    case, times, kept = attending("parts and their sum"), [], []
+
+    def attend(q):
+        taken = []
+        for _ in range(40):
+            begin = time.process_time_ns()
+            kept.append([case.backend.attend(case.step, layer, q) for layer in range(3)])
+            taken.append((time.process_time_ns() - begin) / 3e3)
+        times.append(min(taken))
+        return q
+
+    attend(case.q(0))
+    case.backend._notes = False
+    mx.export_function(str(tmp_path / "described.mlxfn"), attend, case.q(0))
+    print(f"{times[1]:.1f} us for each layer, {times[0]:.1f} us as a node")
+    assert times[0] <= times[1] / 2
+
+
+def test_what_cannot_be_repeated_is_refused(attending, tmp_path):
+    """And leaves the pool as it was: its newest handles are those from before."""
+    case = attending("one array of all layers")
+    lazy, q = case.backend._lazy, case.q(1)
+    ((launch, _),) = next(iter(case.step.bound.values())).launches
+    own = q, case.backend._kernels.layout(0), *per_head(None)
+    with pytest.raises(TypeError, match="is not of a metal_kernel"):
+        lazy.noted(0, lambda k, v: [q * 2], own)
+    with pytest.raises(ValueError, match="another number of arrays than attention takes"):
+        lazy.repeat(0, launch.noted[0], own[:2])
+    with pytest.raises(ValueError, match=r"\[attend\] q must have shape \[T, Hq, D\]"):
+        lazy.repeat(0, launch.noted[0], (q[0], *own[1:]))
+
+    def traced(x):
+        with pytest.raises(ValueError, match="more outputs, or sets them before"):
+            lazy.noted(0, lambda *pools: launch.attend(inputs=[x] * 11, init_value=0.0), own)
+        with pytest.raises(RuntimeError, match="q has no content yet"):
+            lazy.repeat(0, launch.noted[0], (x, *own[1:]))
+        return x
+
+    mx.export_function(str(tmp_path / "refused.mlxfn"), traced, q)
+    lazy.wait()
 
 
 # ------------------------------------------------------------------------------------- command buffers

@@ -3,6 +3,8 @@
 Plain MLX is lazy everywhere. Where the extension is built, the kernels of a CPU are, too: ``tests/metal`` has that.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from mlx_models import computing_on_cpu, random_prompts, tiny_llama
 
@@ -120,6 +122,21 @@ def test_last_request_that_ends_takes_the_step_back_that_has_begun(model, end):
         stats = engine.kv.pool.stats()
         assert (stats.used, stats.limbo, stats.pending) == (0, 0, 0)
         assert engine.generate([5, 6, 7], max_tokens=9).tokens.tolist() == first.tolist()
+
+
+@pytest.mark.parametrize("by", ["its thread", "another thread"])
+def test_close_waits_for_the_step_that_has_begun(model, monkeypatch, by):
+    """So MLX gives no memory of the pool away under it. What a living thread has built only that thread waits for."""
+    with lazy(model) as engine, ThreadPoolExecutor(1) as thread:
+        engine.submit([5, 6, 7], max_tokens=9)
+        for _ in range(3):
+            engine.step()
+        waits, kind = [], type(engine.kv.backend)
+        settle = kind.settle
+        monkeypatch.setattr(kind, "settle", lambda self: (waits.append(self), settle(self))[1])
+        _ = engine.close() if by == "its thread" else thread.submit(engine.close).result()
+        assert waits == ([engine.kv.backend] if by == "its thread" else [])
+        assert engine.num_unfinished == engine.kv.pool.stats().used == 0
 
 
 @pytest.mark.parametrize("when", ["begin", "read"])

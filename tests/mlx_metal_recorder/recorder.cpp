@@ -1,6 +1,7 @@
-// record(handles, reads, layer, step, copies, k, v): runs `PoolOp::eval_gpu` on evaluated arrays, at once, and returns
-// what it has encoded: launches as (function, text, {index: (is_output, address, nbytes, counted) or bytes}, grid, group),
-// addresses of outputs without a launch, addresses of inputs.
+// record(handles, reads, layer, step, copies, attention, k, v): runs `PoolOp::eval_gpu` on evaluated arrays, at once,
+// and returns what it has encoded: launches as (function, text, {index: (is_output, address, nbytes, counted) or
+// bytes}, grid, group), addresses of outputs without a launch, addresses of inputs. Memory of results stays until the
+// next call.
 #include <algorithm>
 #include <stdexcept>
 
@@ -47,9 +48,9 @@ PyObject* described(const mx::metal::Launch& launch) {
 }
 
 PyObject* record(PyObject*, PyObject* args) {
-  PyObject *type, *handles, *reads, *layer, *step, *copies, *k, *v;
-  if (!PyArg_ParseTuple(args, "O!O!O!OOOOO", &PyType_Type, &type, &PyTuple_Type, &handles, &PyTuple_Type, &reads,
-                        &layer, &step, &copies, &k, &v)) {
+  PyObject *type, *handles, *reads, *layer, *step, *copies, *attention, *k, *v;
+  if (!PyArg_ParseTuple(args, "O!O!O!OOOOOO", &PyType_Type, &type, &PyTuple_Type, &handles, &PyTuple_Type, &reads,
+                        &layer, &step, &copies, &attention, &k, &v)) {
     return nullptr;
   }
   array_type = reinterpret_cast<PyTypeObject*>(type);
@@ -59,13 +60,22 @@ PyObject* record(PyObject*, PyObject* args) {
     parts.layer = held<Layer>(layer);
     parts.step = held<Step>(step);
     parts.copies = held<Copies>(copies);
-    std::vector<mx::array> inputs, outputs{mx::array(mx::Shape{0}, mx::float32, nullptr, {})};
+    parts.metal_attention = held<MetalAttention>(attention);
+    parts.attends = parts.metal_attention != nullptr;
+    std::vector<mx::array> inputs;
+    static std::vector<mx::array> outputs;
+    outputs = {mx::array(mx::Shape{0}, mx::float32, nullptr, {})};
+    if (parts.attends) {
+      const auto& last = parts.metal_attention->launches.back();
+      outputs.push_back(mx::array(last.shape, last.dtype, nullptr, {}));
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(handles); i++) {
       inputs.push_back(array_of(PyTuple_GET_ITEM(handles, i), "record", "a handle"));
       outputs.push_back(mx::array(inputs.back().shape(), inputs.back().dtype(), nullptr, {}));
     }
     if (parts.writes) inputs.insert(inputs.end(), {array_of(k, "record", "k"), array_of(v, "record", "v")});
     parts.add_metal_inputs(inputs);
+    for (auto& x : inputs) x.eval();
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); i++) {
       inputs.push_back(array_of(PyTuple_GET_ITEM(reads, i), "record", "a read"));
     }
@@ -75,7 +85,9 @@ PyObject* record(PyObject*, PyObject* args) {
     PoolOp(stream, std::move(parts)).eval_gpu(inputs, outputs);
     for (const void* bound : encoder.seen) {
       auto holds = [bound](const mx::array& x) { return x.data<char>() == bound; };
-      if (std::none_of(inputs.begin(), inputs.end(), holds)) {
+      const auto &kept = inputs, &temporaries = encoder.temporaries;
+      if (std::none_of(kept.begin(), kept.end(), holds) &&
+          std::none_of(temporaries.begin(), temporaries.end(), holds)) {
         throw std::runtime_error("a kernel reads an array that is no input of its node: nobody keeps it until then");
       }
     }

@@ -34,6 +34,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import isfinite
 from operator import attrgetter
+from threading import current_thread
 from typing import Any, Self
 
 import mlx.core as mx
@@ -52,7 +53,7 @@ from kvpool.adapters.mlx_lm.states import Held, SlotStates, arrays_of
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.errors import OutOfBlocks, OutOfSequences, UnknownRequest
 from kvpool.eviction import Policy, SlidingWindow
-from kvpool.metrics import Metric, counter
+from kvpool.metrics import Metric, counter, gauge
 from kvpool.scheduler import Decoding, Output, Step
 from kvpool.scheduler.drafts import Propose
 from kvpool.scheduler.request import token_array
@@ -194,6 +195,8 @@ class Engine:
         Compiles what `submit` takes as ``grammar``.
     num_not_finite : int
         Requests that ended with `LogitsNotFinite`.
+    wired_nbytes : int
+        Memory that macOS may not page out, for `metrics`: what the process has told MLX, 0 for no limit.
     """
 
     def __init__(
@@ -244,7 +247,7 @@ class Engine:
         self._runs_ahead = self.kv.passes.is_lazy and speculate is None and may_wait
         self._numbers = itertools.count()
         self._seeds = np.random.default_rng(seed)
-        self.num_not_finite = 0
+        self.num_not_finite = self.wired_nbytes = 0
         self._on_events = on_events if self.kv.prefix_cache else None
         self._start()
 
@@ -386,6 +389,7 @@ class Engine:
         """
         if self._is_delivering:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
+        self.kv.passes.last_driver = current_thread()
         began = time.monotonic()
         if self.kv.stored is not None:
             self._poll(self.kv.stored)
@@ -478,7 +482,11 @@ class Engine:
     def metrics(self) -> list[Metric]:
         """Counters of this engine and its store, for `kvpool.metrics`. Any thread may ask."""
         text = "Requests that ended because the logits of the model were not finite."
-        own = [counter("kvpool_requests_not_finite_total", text, self.num_not_finite)]
+        wired = "MLX's limit of memory that macOS may not page out, 0 for none."
+        own = [
+            counter("kvpool_requests_not_finite_total", text, self.num_not_finite),
+            gauge("kvpool_wired_limit_bytes", wired, self.wired_nbytes),
+        ]
         return own if self.kv.stored is None else own + self.kv.stored.metrics()
 
     def __contains__(self, id: Hashable) -> bool:
@@ -486,7 +494,7 @@ class Engine:
         return id in self._jobs
 
     def close(self) -> None:
-        """Cancel all requests and return their blocks. The pool stays usable, the store is closed."""
+        """Cancel all requests, return their blocks, and wait for MLX. The pool stays usable, the store is closed."""
         self._drop(list(self._jobs))
         self.kv.close()
 

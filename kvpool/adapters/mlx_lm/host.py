@@ -28,7 +28,7 @@ from kvpool.adapters.mlx_lm.shapes import COUNTS_CONTEXT, ModelShape, build, ins
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
 from kvpool.adapters.releases import warn_if_untested
-from kvpool.errors import StaleHandle
+from kvpool.errors import ConcurrentUse, StaleHandle
 from kvpool.eviction import Policy, SlidingWindow
 from kvpool.group_storage import BlockRows, GroupStorage
 from kvpool.groups import Group
@@ -592,9 +592,17 @@ class PagedKV:
             self.stored.abandon()
 
     def close(self) -> None:
-        """Save what is not in the store yet, for some seconds at most, and close the store."""
-        if self.stored is not None:
-            self.stored.close()
+        """Wait for MLX, save what is not in the store yet, for some seconds at most, and close the store.
+
+        Without the wait MLX might give memory of the pool away under the last step. If another thread that is alive ran
+        it, that thread has to call `settle`.
+        """
+        try:
+            with suppress(ConcurrentUse):
+                self.settle()
+        finally:
+            if self.stored is not None:
+                self.stored.close()
 
     def _require_prefix_cache(self, call: str) -> None:
         if not self.prefix_cache:

@@ -189,7 +189,7 @@ class Passes:
         self.namespace = namespace
         self.has_checkpoints = bool(namespace)
         self._driver: threading.Thread | None = None  # who is in a forward pass
-        self._last_driver: threading.Thread | None = None
+        self.last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Any], Any, Rows] | None = None  # its batch, plan, and rows before it
 
     @property
@@ -310,7 +310,7 @@ class Passes:
     def settle(self) -> int:
         """See `PagedKV.settle`."""
         current = threading.current_thread()
-        last = self._last_driver
+        last = self.last_driver
         if last is not None and last is not current and last.is_alive():
             raise ConcurrentUse(f"[settle] thread {last.name!r} ran the last forward pass, this is {current.name!r}")
         return sum(backend.settle() for backend in self.backends)
@@ -324,7 +324,7 @@ class Passes:
                 raise ConcurrentUse(
                     f"[{call}] thread {driver.name!r} is in a forward pass, this is {current.name!r}; one at a time"
                 )
-            self._driver = self._last_driver = current
+            self._driver = self.last_driver = current
 
 
 class Turn:

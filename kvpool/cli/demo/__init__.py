@@ -18,6 +18,7 @@ from typing import Any
 
 from kvpool.cli.console import CommandError, NotRun
 from kvpool.cli.demo.report import Part, Printer, Report, Settings
+from kvpool.cli.wired import add_wired_argument, wired
 from kvpool.errors import install_command
 
 
@@ -36,13 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Settings.block_size,
         help="tokens per block, in all parts (default: %(default)s)",
     )
+    add_wired_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print what it found; 0 if every claim held, else 1."""
     settings = Settings(model=args.model, block_size=args.kv_block_size)
     check(settings)
-    return show(settings, all_parts(), args.json)
+    with wired(args.wired):
+        return show(settings, all_parts(), args.json)
 
 
 def show(settings: Settings, parts: list[Part], as_json: bool) -> int:

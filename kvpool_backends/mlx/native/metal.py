@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from kvpool.protocol import StepArrays
 from kvpool.spec import LAYOUTS, QUANT_BITS, KVSpec
 from kvpool_backends.mlx.base import DTYPES, has_metal
 from kvpool_backends.mlx.metal import MetalAttention, metal_capabilities
-from kvpool_backends.mlx.metal_kernels import in_place_source
+from kvpool_backends.mlx.metal_kernels import Launch, in_place_source
 from kvpool_backends.mlx.native.backend import NativeBackend
 from kvpool_backends.mlx.native.pool import InPlacePool
 
@@ -56,13 +56,17 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
     """`MetalBackend` whose writes are nodes that store into the pool: it is never copied, and takes every layout.
 
     Tokens and blocks are moved by the kernels of `kvpool_backends.metal` where MLX computes on a GPU, by those of the
-    CPU elsewhere. What works on whole blocks waits for the device and works on its memory, which is the host's too.
+    CPU elsewhere. Attention is a node for each layer, which repeats what MLX has described for the first layer of a
+    step; where scores are asked for, MLX launches each. What works on whole blocks waits for the device and works on
+    its memory, which is the host's too.
     """
 
     capabilities = metal_capabilities(LAYOUTS[:-1], QUANT_BITS)  # all but "block"
+    describes_each = False  # launch of attention to MLX: no node repeats what was described for another layer
 
     def _allocate(self) -> None:
         super()._allocate()
+        self._notes = not self.describes_each and has_metal() and self._metal_kernel in (None, mx.fast.metal_kernel)
         if has_metal():
             self._lazy = InPlacePool(
                 self._module,
@@ -74,8 +78,16 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
                 metal=metal_texts(self._module, self.spec),
             )
 
-    def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
-        return list(self._lazy.read(layer, kernel))
+    def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> Sequence[mx.array]:
+        return self._lazy.read(layer, kernel)
+
+    def _launched(self, layer: int, launch: Launch, q: mx.array, heads: tuple[mx.array, ...]) -> Sequence[mx.array]:
+        if not self._notes or launch.more_inputs:  # of scores
+            return super()._launched(layer, launch, q, heads)
+        own = q, self._kernels.layout(layer), *heads
+        if not launch.noted:
+            launch.noted.append(self._lazy.noted(layer, lambda k, v: launch(own[1], q, k, v, heads), own))
+        return (self._lazy.repeat(layer, launch.noted[0], own),)
 
     def _warm_write(self, num_tokens: int) -> None:
         """Write tokens of nobody."""

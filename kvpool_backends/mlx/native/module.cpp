@@ -3,11 +3,14 @@
 // Arguments are checked here, before anything has changed; what the owner of the pool (`native.pool`) makes itself,
 // such as layouts and tuples of handles, is believed.
 #include <algorithm>
+#include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "array_access.h"
 #include "mlx/device.h"
+#include "mlx/fast_primitives.h"
 #include "mlx/ops.h"
 #include "mlx/stream.h"
 #include "mlx/version.h"
@@ -55,7 +58,8 @@ std::shared_ptr<const T> held(PyObject* object, const char* name) {
 }
 
 constexpr const char *LAYER = "kvpool.Layer", *STEP = "kvpool.Step", *ATTENTION = "kvpool.Attention",
-                     *COPIES = "kvpool.Copies", *METAL = "kvpool.MetalTexts";
+                     *COPIES = "kvpool.Copies", *METAL = "kvpool.MetalTexts",
+                     *METAL_ATTENTION = "kvpool.MetalAttention";
 
 // The elements of a C-contiguous buffer; empty for None.
 template <typename T>
@@ -294,6 +298,67 @@ PyObject* attention(PyObject*, PyObject* args) {
   });
 }
 
+// Notes a launch of MLX's metal_kernel by its output, behind the one whose output it takes. `ids` are of the inputs
+// that are known so far: of those that each layer has of its own, then of those that all share.
+void note_launch(const mx::array& out, MetalAttention& made, std::vector<std::uintptr_t>& ids) {
+  static std::map<std::string, std::shared_ptr<const MetalText>> kernels_by_name; // under the lock of Python
+  const auto described = static_cast<const mx::fast::CustomKernel&>(out.primitive()).state();
+  const auto &name = std::get<0>(described), &source = std::get<1>(described);
+  if (std::get<6>(described).has_value() || out.siblings().size() > 0) {
+    throw Refusal{PyExc_ValueError, "[metal_attention] a launch has more outputs, or sets them before"};
+  }
+  auto& kernel = kernels_by_name[name];
+  if (kernel == nullptr || kernel->text != source) kernel = std::make_shared<MetalText>(MetalText{name, source});
+  auto numbers = [](const auto& size) {
+    return std::array<int, 3>{std::get<0>(size), std::get<1>(size), std::get<2>(size)};
+  };
+  MetalLaunch launch{kernel, numbers(std::get<2>(described)), numbers(std::get<3>(described)),
+                     {}, std::get<4>(described), out.shape(), out.dtype()};
+  for (const auto& x : out.inputs()) {
+    const auto found = std::find(ids.begin(), ids.end(), x.id());
+    launch.sources.push_back(int(found - ids.begin()));
+    if (found != ids.end()) continue;
+    if (x.has_primitive() && std::string_view(x.primitive().name()) == "CustomKernel") {
+      launch.sources.back() = MetalLaunch::FORMER;
+      note_launch(x, made, ids);
+    } else {
+      ids.push_back(x.id());
+      made.shared.push_back(x);
+    }
+  }
+  made.launches.push_back(std::move(launch));
+}
+
+// metal_attention(result, handles, varying): the launches that `result` comes from, unevaluated, for layers that have
+// other handles and other arrays in place of `varying`, and nothing else.
+PyObject* metal_attention(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject *result, *handles, *varying;
+    if (!PyArg_ParseTuple(args, "OO!O!", &result, &PyTuple_Type, &handles, &PyTuple_Type, &varying)) return nullptr;
+    const auto& out = array_of(result, "metal_attention", "result");
+    if (!out.has_primitive() || std::string_view(out.primitive().name()) != "CustomKernel") {
+      throw Refusal{PyExc_TypeError, "[metal_attention] the result is not of a metal_kernel"};
+    }
+    std::vector<std::uintptr_t> ids;
+    for (PyObject* arrays : {handles, varying}) {
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arrays); i++) {
+        ids.push_back(array_of(PyTuple_GET_ITEM(arrays, i), "metal_attention", "an input").id());
+      }
+    }
+    auto made = std::make_shared<MetalAttention>();
+    const int num_handles = int(PyTuple_GET_SIZE(handles)), num_own = int(ids.size());
+    made->num_varying = num_own - num_handles;
+    note_launch(out, *made, ids);
+    for (auto& launch : made->launches) {
+      for (int& source : launch.sources) { // what all share comes before what varies
+        if (source >= num_own) source -= int(made->num_varying);
+        else if (source >= num_handles) source += int(made->shared.size());
+      }
+    }
+    return capsule<MetalAttention>(METAL_ATTENTION, made);
+  });
+}
+
 // copies(num_threads, rows): int64 [K, 3], checked by the caller.
 PyObject* copies(PyObject*, PyObject* args) {
   return guarded([&]() -> PyObject* {
@@ -334,7 +399,8 @@ void add_queries(std::vector<mx::array>& inputs, PyObject* const* args, const Po
 }
 
 // run(on_gpu, handles, reads, layer, step, copies, attention, k, v, q, token, result): builds a node. The arrays in
-// `handles`, `token`, and `result` if there is a q, become its outputs; nothing has changed if it raises.
+// `handles`, `token`, and `result` if it attends, become its outputs; nothing has changed if it raises. It attends to q
+// on the CPU; on the GPU as `attention` says, and `reads` are what varies there.
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   return guarded([&]() -> PyObject* {
     if (num_args != NUM_ARGUMENTS || !PyTuple_Check(args[HANDLES]) || !PyTuple_Check(args[READS])) {
@@ -344,9 +410,10 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
     parts.layer = held<Layer>(args[LAYER_], LAYER);
     parts.step = held<Step>(args[STEP_], STEP);
     parts.copies = held<Copies>(args[COPIES_], COPIES);
-    parts.attention = held<Attention>(args[ATTENTION_], ATTENTION);
+    if (args[ON_GPU] == Py_True) parts.metal_attention = held<MetalAttention>(args[ATTENTION_], METAL_ATTENTION);
+    else parts.attention = held<Attention>(args[ATTENTION_], ATTENTION);
     parts.writes = args[K] != Py_None;
-    parts.attends = args[Q] != Py_None;
+    parts.attends = args[Q] != Py_None || parts.metal_attention != nullptr;
 
     std::vector<mx::array*> targets{&array_of(args[TOKEN], "run", "token")};
     std::vector<mx::array> inputs;
@@ -361,10 +428,18 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
     }
     if (parts.writes) add_tokens(inputs, args, parts);
     if (args[ON_GPU] == Py_True) parts.add_metal_inputs(inputs);
-    if (parts.attends) {
+    if (parts.attends) targets.push_back(&array_of(args[RESULT], "run", "result"));
+    if (parts.metal_attention != nullptr) {
+      const auto& last = parts.metal_attention->launches.back();
+      if (size_t(PyTuple_GET_SIZE(args[READS])) != parts.metal_attention->num_varying) {
+        throw Refusal{PyExc_ValueError, "[run] another number of arrays than attention takes"};
+      }
+      check_tokens("attend", "q", array_of(PyTuple_GET_ITEM(args[READS], 0), "attend", "q"), -1, -1, -1);
+      shapes.push_back(last.shape);
+      dtypes.push_back(last.dtype);
+    } else if (parts.attends) {
       add_queries(inputs, args, parts);
       const auto& q = inputs.back();
-      targets.push_back(&array_of(args[RESULT], "run", "result"));
       shapes.push_back({q.shape(0), q.shape(1), int(parts.layer->planes.v.dim)});
       dtypes.push_back(q.dtype());
     }
@@ -376,7 +451,9 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
       shapes.push_back(inputs[i].shape());
       dtypes.push_back(inputs[i].dtype());
     }
-    const auto stream = mx::default_stream(args[ON_GPU] == Py_True ? mx::Device::gpu : mx::Device::cpu);
+    // A node of a GPU can be built without one, but not run.
+    const bool on_gpu = args[ON_GPU] == Py_True && mx::is_available(mx::Device::gpu);
+    const auto stream = mx::default_stream(on_gpu ? mx::Device::gpu : mx::Device::cpu);
     const auto outputs = mx::array::make_arrays(
         std::move(shapes), dtypes, std::make_shared<PoolOp>(stream, std::move(parts)), inputs);
     for (size_t i = 0; i < outputs.size(); i++) targets[i]->overwrite_descriptor(outputs[i]);
@@ -438,6 +515,7 @@ PyMethodDef methods[] = {
     {"metal_texts", metal_texts, METH_VARARGS, nullptr},
     {"step", step, METH_VARARGS, nullptr},
     {"attention", attention, METH_VARARGS, nullptr},
+    {"metal_attention", metal_attention, METH_VARARGS, nullptr},
     {"copies", copies, METH_VARARGS, nullptr},
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run)), METH_FASTCALL, nullptr},
     {"shape", shape, METH_O, nullptr},

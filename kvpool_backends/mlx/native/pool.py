@@ -15,7 +15,7 @@ uses it is *built*.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -57,7 +57,7 @@ class InPlacePool:
     isa : str
         Instruction set of the CPU kernels.
     on_gpu : bool
-        Nodes run on MLX's GPU: writes and copies only, see `read`.
+        Nodes run on MLX's GPU: writes, copies, and attention that was `noted`.
     metal : capsule, optional
         Texts of the Metal kernels, for `on_gpu`.
     debug : bool, optional
@@ -133,7 +133,7 @@ class InPlacePool:
         self._build(*self._layers[layer], step=step, k=k, v=v)
 
     def attend(self, layer: int, q: mx.array, step: Any, attention: Any) -> mx.array:
-        """Attention of ``q [T, Hq, D]`` over the contexts of `step`; not on the GPU."""
+        """Attention of ``q [T, Hq, D]`` over the contexts of `step`; on the GPU see `repeat`."""
         return self._build(*self._layers[layer], step=step, attention=attention, q=q)
 
     def copy_blocks(self, copies: Any) -> None:
@@ -144,14 +144,28 @@ class InPlacePool:
     def read(self, layer: int, kernel: Callable[..., Sequence[mx.array]]) -> Sequence[mx.array]:
         """Return the results of ``kernel(k, v)`` on the planes of a layer, for kernels of MLX.
 
-        A plane is an array, or (words, scales, biases). Results take their place in the chain. The kernel may use
-        the arrays in no other way, and may not keep them.
+        A plane is a tuple of an array, or of words, scales and biases. Results take their place in the chain. The
+        kernel may use the arrays in no other way, and may not keep them.
         """
         capsule, chain = self._layers[layer]
-        k, v = (tuple(chain.handles[number] for number in side) for side in self._sides)
-        results = kernel(*(plane if len(plane) > 1 else plane[0] for plane in (k, v)))
+        results = kernel(*self._planes(chain))
         self._build(capsule, chain, reads=tuple(results))
         return results
+
+    def _planes(self, chain: _Chain) -> Iterator[tuple[mx.array, ...]]:
+        return (tuple(chain.handles[number] for number in side) for side in self._sides)
+
+    def noted(self, layer: int, kernel: Callable[..., Sequence[mx.array]], own: tuple[mx.array, ...]) -> Any:
+        """Return how ``kernel(k, v)`` attends with ``mx.fast.metal_kernel``, for `repeat`. Nothing is built.
+
+        `own` are the arrays that it takes and that a layer has of its own: first q, then in any order.
+        """
+        chain = self._layers[layer][1]
+        return self._module.metal_attention(kernel(*self._planes(chain))[0], chain.handles, own)
+
+    def repeat(self, layer: int, noted: Any, own: tuple[mx.array, ...]) -> mx.array:
+        """Return the attention that was `noted`, of a layer and of arrays of its own, which have the same shapes."""
+        return self._build(*self._layers[layer], attention=noted, reads=own)
 
     def _build(
         self,
@@ -166,7 +180,7 @@ class InPlacePool:
         q: mx.array | None = None,
         reads: tuple[mx.array, ...] = (),
     ) -> mx.array:
-        result = chain.token if q is None else mx.array(0)
+        result = chain.token if attention is None else mx.array(0)
         self._module.run(
             self._on_gpu, chain.handles, reads, capsule, step, copies, attention, k, v, q, chain.token, result
         )

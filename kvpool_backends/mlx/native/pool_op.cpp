@@ -111,6 +111,7 @@ void PoolOp::place(const std::vector<mx::array>& inputs, std::vector<mx::array>&
 }
 
 void PoolOp::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  if (parts_.metal_attention != nullptr) throw std::runtime_error("[kvpool] the node was built for a GPU");
   place(inputs, outputs);
   auto& encoder = mx::cpu::get_command_encoder(stream());
   const kv_layer planes = parts_.layer->in(inputs);

@@ -15,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -38,9 +39,10 @@ struct Kernels {
 };
 inline Kernels kernels;
 
-// A Metal kernel, specialised: its name in the library and the text to compile.
+// A Metal kernel, specialised: its name in the library, the text to compile, and what MLX's device has made of it.
 struct MetalText {
   std::string function, text;
+  mutable void* pipeline = nullptr; // the device keeps it
 };
 
 // Kernels that write. The key is the dtype of the tokens, and whether their rows can be read in vectors.
@@ -90,6 +92,25 @@ struct Attention {
   int64_t mask_token_stride = 0, mask_head_stride = 0;
 };
 
+// A launch as MLX's metal_kernel has described it, of which each layer makes one like it.
+struct MetalLaunch {
+  static constexpr int FORMER = -1; // an input that is the output of the launch before
+  std::shared_ptr<const MetalText> kernel;
+  std::array<int, 3> grid, group;
+  std::vector<int> sources; // of its inputs: numbers of inputs of the node
+  std::vector<std::tuple<bool, bool, bool>> sizes; // whether it takes shape, strides, number of dimensions of an input
+  mx::Shape shape; // of its output
+  mx::Dtype dtype;
+};
+
+// Attention on a GPU: the launch that attends and, where contexts are split, the one that adds their parts up. The last
+// one's output is the result.
+struct MetalAttention {
+  std::vector<MetalLaunch> launches;
+  std::vector<mx::array> shared; // inputs that all layers have
+  size_t num_varying; // those that each layer has of its own
+};
+
 struct Copies {
   int num_threads = 1;
   std::vector<int64_t> rows; // [K, 3]
@@ -109,6 +130,7 @@ class PoolOp : public mx::Primitive {
     std::shared_ptr<const Layer> layer;
     std::shared_ptr<const Step> step;
     std::shared_ptr<const Attention> attention;
+    std::shared_ptr<const MetalAttention> metal_attention;
     std::shared_ptr<const Copies> copies;
 
     // What its Metal kernel reads beside tokens. As an input of the node it is kept by MLX until the kernel has run; a
@@ -116,12 +138,16 @@ class PoolOp : public mx::Primitive {
     void add_metal_inputs(std::vector<mx::array>& inputs) const {
       if (writes) inputs.push_back(*step->slots);
       if (copies != nullptr) inputs.push_back(*copies->ids);
+      if (metal_attention != nullptr) {
+        inputs.insert(inputs.end(), metal_attention->shared.begin(), metal_attention->shared.end());
+      }
     }
   };
 
-  // Inputs: the pool's arrays; k and v, if it writes; slots or ids of blocks, if it runs on the GPU; q, if it
-  // attends; then results of reads that other primitives have done. Outputs: an empty array, which stands for the
-  // node; the result of attention, if it attends; then the pool's arrays again.
+  // Inputs: the pool's arrays; k and v, if it writes; slots, ids of blocks or what attention of all layers shares, if
+  // it runs on the GPU; q, if it attends on the CPU; then what varies with layers, if it attends on the GPU, or results
+  // of reads that other primitives have done. Outputs: an empty array, which stands for the node; the result of
+  // attention, if it attends; then the pool's arrays again.
   PoolOp(mx::Stream stream, Parts parts) : Primitive(stream), parts_(std::move(parts)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
@@ -137,6 +163,7 @@ class PoolOp : public mx::Primitive {
                     std::vector<mx::array>& outputs);
   void write_packed(const WriteTexts& texts, int side, const mx::array* tokens, std::vector<mx::array>& outputs);
   void copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
+  void attend_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
   void seal_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
   Parts parts_;
 };

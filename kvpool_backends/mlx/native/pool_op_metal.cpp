@@ -1,5 +1,6 @@
-// Writes and copies by the kernels of kvpool_backends.metal, dispatched through MLX's own Metal device. Attention is
-// not here: it changes nothing, so mx.fast.metal_kernel runs it.
+// Writes, copies and attention by the kernels of kvpool_backends.metal, dispatched through MLX's own Metal device.
+// Attention changes nothing, so mx.fast.metal_kernel could run it, and does so where scores are asked for. But it
+// writes a text for each launch. Here a layer repeats what MLX has described for the first one.
 //
 // Buffers of the pool are bound as outputs. That is what MLX derives its barriers and fences from: who binds the buffer
 // later, in this encoder or another, waits for the kernel. A read by another primitive binds it as an input only, and a
@@ -21,12 +22,20 @@ constexpr const char* PRELUDE =
 constexpr int CHUNK = 4; // elements that a thread moves
 constexpr int GROUP_THREADS = 256;
 
-// Returns the encoder of a stream with this kernel set. Compiles the kernel at its first use.
+// Compiles the kernel at its first use.
+MTL::ComputePipelineState* pipeline_of(const MetalText& kernel) {
+  if (kernel.pipeline == nullptr) {
+    auto& device = mx::metal::device(mx::Device::gpu);
+    auto* library = device.get_library(kernel.function, [&kernel] { return PRELUDE + kernel.text; });
+    kernel.pipeline = device.get_kernel(kernel.function, library);
+  }
+  return static_cast<MTL::ComputePipelineState*>(kernel.pipeline);
+}
+
+// Returns the encoder of a stream with this kernel set.
 mx::metal::CommandEncoder& encoder_with(const MetalText& kernel, mx::Stream stream) {
-  auto& device = mx::metal::device(stream.device);
-  auto* library = device.get_library(kernel.function, [&kernel] { return PRELUDE + kernel.text; });
   auto& encoder = mx::metal::get_command_encoder(stream);
-  encoder.set_compute_pipeline_state(device.get_kernel(kernel.function, library));
+  encoder.set_compute_pipeline_state(pipeline_of(kernel));
   return encoder;
 }
 
@@ -53,11 +62,13 @@ int64_t metal_max_threads(const std::string& function) {
 }
 
 void PoolOp::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  if (parts_.attends || parts_.layer->metal == nullptr) {
-    throw std::runtime_error("[kvpool] attention on the GPU is a metal_kernel, the native extension writes");
+  if ((parts_.attends && parts_.metal_attention == nullptr) || parts_.layer->metal == nullptr) {
+    throw std::runtime_error("[kvpool] the node was built for the CPU");
   }
   place(inputs, outputs);
-  if (parts_.copies != nullptr) {
+  if (parts_.metal_attention != nullptr) {
+    attend_metal(inputs, outputs);
+  } else if (parts_.copies != nullptr) {
     copy_metal(inputs, outputs);
   } else if (parts_.writes) {
     write_metal(inputs, outputs);
@@ -141,6 +152,48 @@ void PoolOp::copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::ar
       dispatch(encoder, part > 0 ? rows.length : rows.length / CHUNK,
                layer.planes.num_kv_heads * layer.planes.block_size, ids.shape(0));
     }
+  }
+}
+
+void PoolOp::attend_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  const auto& launches = parts_.metal_attention->launches;
+  const int num_handles = parts_.layer->num_arrays();
+  std::optional<mx::array> former;
+  for (const auto& launch : launches) {
+    auto& encoder = encoder_with(*launch.kernel, stream());
+    int index = 0;
+    for (size_t i = 0; i < launch.sources.size(); i++) {
+      const int source = launch.sources[i];
+      const mx::array& x = source == MetalLaunch::FORMER ? *former : inputs[source];
+      if (source >= 0 && source < num_handles) {
+        encoder.set_output_array(outputs[first_handle() + source], index++); // as in `seal_metal`
+      } else {
+        encoder.set_input_array(x, index++);
+      }
+      if (x.ndim() == 0) continue;
+      const auto [shape, strides, ndim] = launch.sizes[i];
+      const int n = int(x.ndim());
+      if (shape) encoder.set_bytes(x.shape().data(), n, index++);
+      if (strides) encoder.set_bytes(x.strides().data(), n, index++);
+      if (ndim) encoder.set_bytes(&n, 1, index++);
+    }
+    const bool is_last = &launch == &launches.back();
+    mx::array sums(launch.shape, launch.dtype, nullptr, {});
+    if (!is_last) {
+      sums.set_data(mx::allocator::malloc(sums.nbytes()));
+      encoder.add_temporary(sums);
+    }
+    encoder.set_output_array(is_last ? outputs[1] : sums, index);
+    const auto& [x, y, z] = launch.group;
+    const size_t most = pipeline_of(*launch.kernel)->maxTotalThreadsPerThreadgroup();
+    if (size_t(x) * y * z > most) {
+      throw std::runtime_error("[attend] the GPU runs " + launch.kernel->function + " with " + std::to_string(most) +
+                               " threads at most, it needs " + std::to_string(x * y * z));
+    }
+    const auto& grid = launch.grid;
+    encoder.dispatch_threads(MTL::Size(grid[0], grid[1], grid[2]),
+                             MTL::Size(std::min(x, grid[0]), std::min(y, grid[1]), std::min(z, grid[2])));
+    former = sums;
   }
 }
 

@@ -51,11 +51,13 @@ class CommandEncoder {
   void set_bytes(const T* values, int n, int index) {
     bindings_[index] = {false, nullptr, 0, 0, std::string(reinterpret_cast<const char*>(values), n * sizeof(T))};
   }
+  void add_temporary(array x) { temporaries.push_back(std::move(x)); }
   void dispatch_threads(MTL::Size grid, MTL::Size group) {
     launches.push_back({kernel_->function, kernel_->text, bindings_, {grid.width, grid.height, grid.depth},
                         {group.width, group.height, group.depth}});
   }
   std::vector<Launch> launches;
+  std::vector<array> temporaries;
   std::vector<const void*> registered, seen; // outputs without a launch; arrays that were bound as inputs
 
  private:
