@@ -1,6 +1,6 @@
 """Replays of traces by the text of rules_full.md alone: nothing here comes from kvpool.
 
-`Cache` is the prefix cache, `Replay` the policy.
+`Cache` is the prefix cache, `Replay` the policy. `test_replay_hybrid_oracle` adds checkpoints.
 As a program it computes the entries of golden_traces.json again:
 
     python tests/replay/simulator.py FOLDER_OF_TRACES < golden_traces.json
