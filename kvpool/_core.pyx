@@ -49,6 +49,7 @@ from kvpool.errors import (
     StaleHandle,
 )
 from kvpool.groups import Group
+from kvpool.retention import Keep
 from kvpool.stats import PlanLimits, PoolOptions, PoolStats, PrefixStats
 
 include "core/memory.pxi"
@@ -65,6 +66,7 @@ include "core/wire.pxi"
 include "core/step.pxi"
 include "core/audit.pxi"
 include "core/prefix_tree.pxi"
+include "core/retention.pxi"
 include "core/checkpoints.pxi"
 include "core/prefix_rows.pxi"
 include "core/refuse.pxi"

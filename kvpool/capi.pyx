@@ -243,7 +243,7 @@ cdef int do_open(State* pool, Given* given, Verdict* v) noexcept nogil:
     cdef Argument* space = &given.argument[1]
     cdef int64_t made = pool_next_handle(pool)
     cdef int status = pool_open(pool, &given.argument[2].ints, <const char*>space.data if space.size else UNNAMED,
-                                space.size, -1, True, True, False, False, False, v)
+                                space.size, -1, True, True, False, False, False, NULL, v)
     if status == OK:
         (<int64_t*>given.argument[0].data)[0] = made
         if given.more != NULL:
@@ -308,7 +308,7 @@ cdef int close(kvpool_pool* pool, const int64_t* handles, int64_t n) noexcept:
 
 cdef int do_commit(State* pool, Given* given, Verdict* v) noexcept nogil:
     cdef Argument* a = given.argument
-    return pool_commit(pool, &a[0].ints, &a[1].ints, &a[2].ints, a[1].kind == ONE_EACH, v)
+    return pool_commit(pool, &a[0].ints, &a[1].ints, &a[2].ints, a[1].kind == ONE_EACH, NULL, v)
 
 
 cdef int commit(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,

@@ -74,6 +74,7 @@ class PrefixStats(NamedTuple):
     again_queries: int = 0  #: calls of `open` with tokens and ``again=True``: of requests that were admitted before
     again_query_tokens: int = 0  #: their tokens
     again_hit_tokens: int = 0  #: of these, found cached
+    kept: int = 0  #: nodes that a directive keeps now
 
 
 class PlanLimits(NamedTuple):

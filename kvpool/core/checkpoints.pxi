@@ -19,6 +19,8 @@ cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
 
 cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:
     """The line of a checkpoint that may leave: see `Tree.listed`."""
+    if t.checkpoint[m].aside:
+        return &t.keeping.checkpoints[checkpoint_rank(t, m)]
     return &t.listed[t.checkpoint[m].was_hit]
 
 
@@ -27,6 +29,9 @@ cdef void checkpoint_unlist(Tree* t, int32_t m) noexcept nogil:
     if t.checkpoint[m].listed:
         line_remove(line_of(t, m), t.link, m)
         t.checkpoint[m].listed = False
+        if t.checkpoint[m].aside:
+            t.keeping.num_checkpoints -= 1
+            t.checkpoint[m].aside = False
 
 
 cdef void checkpoint_list(Tree* t, int32_t m) noexcept nogil:
@@ -64,10 +69,8 @@ cdef int32_t checkpoint_new(Groups* gs, int64_t position) noexcept nogil:
     cdef Tree* t = gs.tree
     cdef int32_t m
     if t.free_checkpoint == NO_CHECKPOINT and t.fresh_checkpoint == t.checkpoint_room:
-        m = oldest_checkpoint(t)
-        if m == NO_CHECKPOINT:
+        if not evict_next(gs, False, True):
             return NO_CHECKPOINT
-        checkpoint_evict(gs, m)
     m = t.free_checkpoint
     if m != NO_CHECKPOINT:
         t.free_checkpoint = t.link[m].next
@@ -172,8 +175,8 @@ cdef void checkpoint_hide(Groups* gs, int32_t m) noexcept nogil:
     t.more[n].checkpoint = NO_CHECKPOINT
     while n != NO_NODE:                         # units without a checkpoint leave first, the deepest before all
         t.more[n].below -= 1
-        if t.more[n].below == 0 and t.node[n].place == WARM:
-            line_remove(&t.warm, t.unit, n)
+        if t.more[n].below == 0 and t.node[n].place >= WARM:
+            line_remove(unit_line(t, n), t.unit, n)
             line_insert(&t.cold, t.unit, n, last)
             t.node[n].place = COLD
             last = n
@@ -576,10 +579,10 @@ cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noe
         listed += (t.checkpoint[m].position > 0) & t.checkpoint[m].listed
         if t.checkpoint[m].position and check_checkpoint(gs, m, count, finding):
             return True
-    if num_loads != t.num_loads or saves != t.num_saves or listed != t.listed[0].size + t.listed[1].size:
+    if num_loads != t.num_loads or saves != t.num_saves or listed != num_listed(t):
         return snprintf(finding, FINDING, b"counted %d loads, %d saves and %d checkpoints that may leave, the counters "
                         b"say %d, %d and %d", num_loads, saves, listed, t.num_loads, t.num_saves,
-                        t.listed[0].size + t.listed[1].size) > 0
+                        num_listed(t)) > 0
     if check_bundles(gs, loads, finding):
         return True
     for k in range(2):

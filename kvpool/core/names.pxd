@@ -1,13 +1,18 @@
 """Namespaces of the prefix cache."""
 
+cdef enum:
+    NO_LIMIT = 0x7FFFFFFF
+
 
 cdef struct Name:               # a namespace, whose bytes stand behind it
     uint64_t hash               # of its bytes
     int64_t size
     int64_t room                # bytes that there is room for
-    int64_t users               # open sequences and nodes; without any it is forgotten
+    int64_t users               # open sequences, nodes, a limit; without any it is forgotten
     int64_t references          # the table of names, and events that tell of it; without any its memory is freed
     int64_t counted             # users that `check` found
+    int64_t kept                # nodes that a directive keeps,
+    int64_t most_kept           # and how many these may be, NO_LIMIT
     int32_t slot                # its place in Names.slot
     uint8_t[16] key             # SHA-256 of its bytes, cut: what the content key of a first block begins with
 

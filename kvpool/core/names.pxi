@@ -112,7 +112,8 @@ cdef Name* name_new(Names* names, uint64_t hash, const void* data, int64_t size)
         name.room = size
     name.hash = hash
     name.size = size
-    name.users = name.counted = 0
+    name.users = name.counted = name.kept = 0
+    name.most_kept = NO_LIMIT
     name.references = 1
     memcpy(<char*>name_bytes(name), data, size)
     if names.has_keys:
@@ -168,6 +169,8 @@ cdef uint64_t names_fingerprint(const Names* names, uint64_t h) noexcept nogil:
     for i in range(names.size + names.num_free):
         if names.slot[i] != NULL:
             all_names += mix(0, names.slot[i].hash)
+            if names.slot[i].most_kept != NO_LIMIT:
+                all_names += mix(names.slot[i].hash, names.slot[i].most_kept)
     return mix(mix(h, names.size), all_names)
 
 
@@ -176,7 +179,7 @@ cdef void names_count_anew(const Names* names) noexcept nogil:
     cdef int32_t i
     for i in range(names.size + names.num_free):
         if names.slot[i] != NULL:
-            names.slot[i].counted = 0
+            names.slot[i].counted = names.slot[i].most_kept != NO_LIMIT
 
 
 cdef bint names_count(const Names* names, int32_t slot, char* finding) noexcept nogil:

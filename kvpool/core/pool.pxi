@@ -373,7 +373,7 @@ cdef class Pool:
 
     # -- sequences
 
-    def open(self, tokens=0, namespace=b"", cut=None, *, reserve=True, load=False, again=False):
+    def open(self, tokens=0, namespace=b"", cut=None, *, reserve=True, load=False, again=False, keep=None):
         """A new sequence: with the cached prefix of a prompt, or empty with blocks for a number of tokens.
 
         Parameters
@@ -394,6 +394,8 @@ cdef class Pool:
         again : bool, default False
             True: the request was admitted before, and its sequence was preempted, say. What the prompt finds now, the
             request may have computed itself, so it counts apart in the statistics. Nothing else differs.
+        keep : Keep, optional
+            How long what is found, and what the sequence commits, stays cached, and with which priority.
 
         Returns
         -------
@@ -411,9 +413,9 @@ cdef class Pool:
         OutOfSequences
             `max_seqs` sequences are open. State unchanged.
         TypeError
-            `reserve`, `load` or `again` is no bool. State unchanged.
+            `reserve`, `load` or `again` is no bool, `keep` no `Keep`. State unchanged.
         ValueError
-            A `cut` without a prompt or a prefix cache, with `load`, or behind the prompt; `reserve=False` with a count
+            A `keep` without a prefix cache. A `cut` without a prompt or a prefix cache, with `load`, or behind the prompt; `reserve=False` with a count
             or with `load`; a `load` that no hit could be made of, where some group is not full. State unchanged.
 
         Notes
@@ -423,7 +425,7 @@ cdef class Pool:
         judge_flags(reserve, load, "open")
         if not isinstance(again, bool):
             raise TypeError(f"[open] again must be a bool, not {type(again).__name__} ({again!r})")
-        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True, load, again)
+        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True, load, again, keep)
 
     def loaded(self, handle, n):
         """End what ``open(..., load=True)`` began: the bytes of the first `n` tokens are in the blocks.

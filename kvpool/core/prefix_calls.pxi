@@ -52,15 +52,15 @@ cdef void count_lookup(Index* ix, int64_t tokens, int64_t hit, bint again) noexc
 
 
 cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int64_t cut, bint take,
-                   bint reserve, bint load, bint again, bint asked, Verdict* v) noexcept nogil:
+                   bint reserve, bint load, bint again, bint asked, const Directive* keep, Verdict* v) noexcept nogil:
     """Match, judge, then commit. `take`: the last token is computed. `reserve`: blocks for the rest of the prompt.
 
     `load`: somebody fills these, `pool_loaded` ends that. `again`: the prompt counts apart. `tokens.data` NULL: a
     count. `cut`: see docs/prefix.md, -1: not told. `asked`: whether it could be opened is all that is wanted, nothing
-    is committed. Else the sequence gets the handle that `pool_next_handle` told.
+    is committed. `keep`: NULL or with priority 0: none. Else the sequence gets the handle that `pool_next_handle` told.
     """
     if has_tree(pool):
-        return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, again, asked, v)
+        return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, again, asked, keep, v)
     return groups_open(pool.groups, tokens, reserve, load, asked, v)
 
 
@@ -75,11 +75,14 @@ cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int6
                       most).nodes * bs
 
 
-cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, bint even, Verdict* v) noexcept nogil:
-    """All rows or none; `even`: equally many tokens for each, whatever `counts` is."""
+cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, bint even,
+                     const Directive* keep, Verdict* v) noexcept nogil:
+    """All rows or none; `even`: equally many tokens for each, whatever `counts` is. `keep`: see `pool_open`."""
     cdef const int32_t* data = <const int32_t*>tokens.data
     cdef Py_ssize_t k
-    cdef int64_t at = 0, count
+    cdef const Directive* own
+    cdef int64_t at = 0, count, told
+    cdef int32_t slot
     cdef int status = OK
     if not has_tree(pool):
         return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
@@ -104,11 +107,20 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
         at += count
     if at != tokens.size:
         return refused(v, TOO_MANY_LEFT, -1, tokens.size, 0, 0, at)
+    if keep != NULL and keep.priority and keeping_init(pool.groups.tree) != OK:
+        return refused(v, NO_MEMORY, -1, pool.groups.tree.room, 0, 0, 0)
     at = 0
     for k in range(rows.size):
         count = ints_at(counts, k)
-        tree_commit_row(pool.groups, slot_of(ints_at(rows, k)), data + at, count)
+        slot = slot_of(ints_at(rows, k))
+        told = pool.seqs.prefix[slot].committed
+        tree_commit_row(pool.groups, slot, data + at, count)
         at += count
+        own = &pool.groups.tree.row[slot].keep
+        if keep != NULL and keep.priority:
+            row_keep(pool.groups, slot, keep)
+        elif own.priority and told < own.tokens:
+            row_keep(pool.groups, slot, own)
     return OK
 
 
@@ -177,7 +189,7 @@ cdef void flush_all_of(State* pool, const Name* name) noexcept nogil:
 
 
 cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
-                   bint reserve, bint load, bint again, bint asked, Verdict* v) noexcept nogil:
+                   bint reserve, bint load, bint again, bint asked, const Directive* keep, Verdict* v) noexcept nogil:
     """`pool_open` in a pool with a prefix cache.
 
     A load shares no entry if hits need checkpoints, because its window begins elsewhere.
@@ -208,6 +220,8 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
     if asked:
         return OK
+    if keep != NULL and keep.priority and keeping_init(t) != OK:
+        return refused(v, NO_MEMORY, -1, t.room, 0, 0, 0)
     name = enter_name(pool, name, hash, space, size, v)
     if name == NULL:
         return v.reason
@@ -235,6 +249,37 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     if load:
         seq_begin_load(s, slot)
         gs.arena[0].digest = mix(gs.arena[0].digest, OP_LOADED)
+    t.row[slot].keep.priority = 0
+    if keep != NULL and keep.priority:
+        t.row[slot].keep = keep[0]
+        row_keep(gs, slot, keep)
+    return OK
+
+
+cdef int pool_tick(State* pool, int64_t now, Verdict* v) noexcept nogil:
+    cdef Tree* t = pool.groups.tree
+    if now < t.now:
+        return refused(v, CLOCK_BACK, -1, now, t.now, 0, 0)
+    tree_tick(t, now)
+    pool.blocks.digest = mix(mix(pool.blocks.digest, OP_TICK), now)
+    return OK
+
+
+cdef int pool_limit_kept(State* pool, const char* space, int64_t size, int64_t blocks, Verdict* v) noexcept nogil:
+    """How many nodes a namespace may keep, NO_LIMIT: as many as there are. A namespace with a limit is known."""
+    cdef uint64_t hash = names_hash(&pool.index.names, space, size)
+    cdef Name* name = names_find(&pool.index.names, hash, space, size)
+    if name != NULL or blocks != NO_LIMIT:
+        name = enter_name(pool, name, hash, space, size, v)
+        if name == NULL:
+            return v.reason
+        if name.most_kept != NO_LIMIT:
+            name_leave(&pool.index.names, name)
+        name.most_kept = blocks
+        if blocks == NO_LIMIT:
+            name_leave(&pool.index.names, name)
+    pool.blocks.digest = mix(mix(pool.blocks.digest, OP_LIMIT_KEPT), <uint64_t>blocks)
+    pool.blocks.digest = mix_bytes(pool.blocks.digest, <const unsigned char*>space, size)
     return OK
 
 
@@ -285,6 +330,19 @@ cdef int judge_flags(object reserve, object load, str call) except -1:
     return 0
 
 
+cdef int read_keep(Directive* d, object keep, str call) except -1:
+    """What a `Keep` says, None: nothing."""
+    d.priority, d.ttl, d.tokens = 0, 0, INT64_MAX
+    if keep is None:
+        return 0
+    if not isinstance(keep, Keep):
+        raise TypeError(f"[{call}] keep must be a Keep, not {type(keep).__name__} ({keep!r})")
+    d.priority, d.ttl = keep.priority, keep.ttl
+    if keep.tokens is not None:
+        d.tokens = keep.tokens
+    return 0
+
+
 cdef bint can_open(State* pool, object tokens, object namespace, bint reserve, bint load) except -1:
     """Whether `open_tokens` would find its blocks and a row, of a prompt that is not too long."""
     cdef Ints prompt
@@ -295,7 +353,7 @@ cdef bint can_open(State* pool, object tokens, object namespace, bint reserve, b
         read_prompt(&prompt, tokens, namespace, reserve, True, "can")
         pool_enter(pool, "can")
         status = pool_open(pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), -1, True, reserve,
-                           load, False, True, &v)
+                           load, False, True, NULL, &v)
         pool_leave(pool)
     finally:
         ints_free(&prompt)
@@ -305,13 +363,17 @@ cdef bint can_open(State* pool, object tokens, object namespace, bint reserve, b
 
 
 cdef object open_tokens(State* pool, object tokens, object namespace, object cut, bint reserve, str call, bint take,
-                        bint load, bint again):
+                        bint load, bint again, object keep):
     """A new sequence over what is cached of a prompt, or with blocks for a count; see `pool_open`."""
     cdef Ints prompt
     cdef object handle
     cdef int64_t next_handle, place = -1
+    cdef Directive told
     cdef Verdict v
     cdef int status = RETRY
+    read_keep(&told, keep, call)
+    if keep is not None and not has_tree(pool):
+        raise ValueError(f"[{call}] keep is {keep}, but the pool has no prefix cache: leave it out")
     ints_init(&prompt, &pool.spare)
     try:
         read_prompt(&prompt, tokens, namespace, reserve, take, call)
@@ -331,7 +393,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             pool_enter(pool, call)
             status = RETRY if pool_next_handle(pool) != next_handle else pool_open(
                 pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place, take,
-                reserve, load, again, False, &v)
+                reserve, load, again, False, &told, &v)
             pool_leave(pool)
     finally:
         ints_free(&prompt)
@@ -400,7 +462,7 @@ cdef class PrefixCache:
         finally:
             ints_free(&prompt)
 
-    def commit(self, handles, tokens, counts=None):
+    def commit(self, handles, tokens, counts=None, *, keep=None):
         """Make tokens known: the blocks they fill become immutable, and hits for later prompts.
 
         Parameters
@@ -412,6 +474,8 @@ cdef class PrefixCache:
             positions after those committed before.
         counts : int or ints, optional
             Tokens per row; default: equally many for each.
+        keep : Keep, optional
+            How long what the rows have committed stays cached, and with which priority; default: what `open` was told.
 
         Raises
         ------
@@ -426,8 +490,10 @@ cdef class PrefixCache:
         O(tokens). A duplicate of a known block stays where it is: running tables never change.
         """
         cdef Ints rows, new, all_tokens
+        cdef Directive told
         cdef Verdict v
         cdef int status
+        read_keep(&told, keep, "commit")
         ints_init(&rows, &self.state.spare)
         ints_init(&new, &self.state.spare)
         ints_init(&all_tokens, &self.state.spare)
@@ -438,7 +504,7 @@ cdef class PrefixCache:
             ints_get(&all_tokens, tokens, "commit", "tokens", False, True)
             ints_tokens(&all_tokens, "commit")
             pool_enter(self.state, "commit")
-            status = pool_commit(self.state, &rows, &new, &all_tokens, counts is None, &v)
+            status = pool_commit(self.state, &rows, &new, &all_tokens, counts is None, &told, &v)
             pool_leave(self.state)
         finally:
             ints_free(&rows)
@@ -540,11 +606,64 @@ cdef class PrefixCache:
         int
             The handle of a sequence over all full blocks that are cached; its `num_tokens` says how much that is.
         """
-        return open_tokens(self.state, tokens, namespace, None, False, "pin", False, False, False)
+        return open_tokens(self.state, tokens, namespace, None, False, "pin", False, False, False, None)
 
     def unpin(self, handle):
         """Let go of a pinned prefix: `close`."""
         self.pool.close(handle)
+
+    def tick(self, now):
+        """Tell the time, which ends what `Keep` said: the pool has no clock of its own.
+
+        Parameters
+        ----------
+        now : int
+            0 .. 2^62 - 1, in the unit of `Keep.ttl`, not less than before. It is 0 at first.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `now` is not an integer, out of range, or less than before. State unchanged.
+
+        Notes
+        -----
+        Amortised O(1) for each directive. Every rank that is to evict alike must be told the same, at the same place.
+        """
+        cdef int64_t wanted = to_int(now, "tick", "now", 0, INT64_MAX >> 1)
+        cdef Verdict v
+        cdef int status
+        pool_enter(self.state, "tick")
+        status = pool_tick(self.state, wanted, &v)
+        pool_leave(self.state)
+        if status != OK:
+            refuse("tick", &v)
+
+    def limit_kept(self, namespace, blocks):
+        """Limit how much a namespace may keep: a directive that asks for more keeps the first of its tokens.
+
+        Parameters
+        ----------
+        namespace : bytes
+        blocks : int, optional
+            Base blocks of tokens, 0 .. 2^30; None: no limit. What is kept already stays so until it ends.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument has another type, or is out of range. State unchanged.
+        """
+        cdef int64_t most = NO_LIMIT
+        cdef Verdict v
+        cdef int status
+        if type(namespace) is not bytes:
+            raise TypeError(f"[limit_kept] namespace must be bytes, not {type(namespace).__name__}")
+        if blocks is not None:
+            most = to_int(blocks, "limit_kept", "blocks", 0, 1 << 30)
+        pool_enter(self.state, "limit_kept")
+        status = pool_limit_kept(self.state, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), most, &v)
+        pool_leave(self.state)
+        if status != OK:
+            refuse("limit_kept", &v)
 
     def flush(self, namespace=None):
         """Forget the cached blocks of a namespace, or of all.
@@ -589,15 +708,17 @@ cdef class PrefixCache:
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
         cdef Index ix
         cdef Tree t
+        cdef int32_t kept
         pool_enter(self.state, "stats")
         ix = self.state.index
         t = self.state.groups.tree[0]
+        kept = t.keeping.num_kept if t.keeping != NULL else 0
         pool_leave(self.state)
         return PrefixStats(
             ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
             else 0.0, t.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
             t.num_checkpoints, t.taken, t.published, t.used, t.skipped, t.evicted,
-            ix.again_queries, ix.again_query_tokens, ix.again_hit_tokens)
+            ix.again_queries, ix.again_query_tokens, ix.again_hit_tokens, kept)
 
     def events(self):
         """Events since the last call, oldest first: tuples as docs/prefix.md lists them.

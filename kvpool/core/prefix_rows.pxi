@@ -97,7 +97,7 @@ cdef int judge_load(const Groups* gs, int64_t length, Verdict* v) noexcept nogil
     if length == 0 or length % t.grain:
         return refused(v, UNEVEN_LOAD, -1, length, 0, t.grain, 0)
     if (t.bundle_size and t.free_checkpoint == NO_CHECKPOINT and t.fresh_checkpoint == t.checkpoint_room
-            and oldest_checkpoint(t) == NO_CHECKPOINT):
+            and num_listed(t) == 0):
         return refused(v, NO_CHECKPOINTS, -1, 1, 0, t.checkpoint_room, 0)
     return OK
 

@@ -44,12 +44,15 @@ cdef enum:
     TAIL_TOKENS = 16            # at the end of a prompt, which the next turn may rewrite unless it is told
     MOST_TAKEN = 2              # checkpoints that a row has taken and `commit` has not published
     NODES_PER_CHECKPOINT = 4    # there is room for one checkpoint per so many nodes
+    PRIORITIES = 8              # 0: without a directive
+    TIME_BITS = 63
     SAVED_ELSEWHERE = -1        # Checkpoint.step: no step saves it, a loader does
 
 cdef enum:                      # Node.place: where its unit is
     NOWHERE                     # no entry of a full group is idle
     COLD                        # no checkpoint at the node or below
     WARM
+    ASIDE                       # it is kept: it was to leave, and others left in its place
 
 cdef enum:                      # Standing.role; of the first block of an entry it is 1 + its group,
     NO_ROLE = 0
@@ -68,6 +71,7 @@ cdef struct Node:               # one base block of tokens below another node, 3
     int32_t entry               # see Tree.entry
     uint8_t idle                # canonical entries that nobody refers to
     uint8_t place
+    uint8_t rank                # priority, 0: nothing keeps it
 
 
 cdef struct NodeMore:           # what a node has besides where hits need checkpoints
@@ -90,6 +94,7 @@ cdef struct Checkpoint:
     int32_t loads               # loads that are not done yet
     uint8_t was_hit             # at least once
     uint8_t listed              # it may leave
+    uint8_t aside               # it is kept, and was to leave
     uint8_t orphan              # flushed or closed while it was loaded: it goes when the load is done
 
 
@@ -104,12 +109,39 @@ cdef struct Line:               # nodes or checkpoints, least recently used firs
     int32_t size
 
 
+cdef struct Directive:          # what a `Keep` says
+    int64_t ttl
+    int64_t tokens              # INT64_MAX: all
+    int32_t priority            # 0: there is none
+
+
+cdef struct NodeKept:           # what a node has besides once there are directives
+    int64_t until               # when a directive ends that ends at this node, 0: there is none
+    int64_t number              # of that directive: of those that end at once, the earlier one ends first
+    int32_t reasons             # nodes right below that are kept, and that directive
+
+
+# Directives stand in a radix heap (Ahuja et al., 1990): the clock only goes on, so each moves down once a bit.
+#   bucket of a directive == highest bit in which its end differs from `Tree.now`
+cdef struct Keeping:            # made with the first directive
+    NodeKept* node              # [room]
+    Link* link                  # [room] of a node in its bucket
+    Line[TIME_BITS] bucket      # nodes at which a directive ends; of equal ends, the earlier directive first
+    Line[PRIORITIES] units      # that were set aside, the first one first; [0]: nothing keeps them any more
+    Line[PRIORITIES] checkpoints
+    int64_t number              # of the last directive
+    int64_t turn                # of what was set aside last
+    int32_t num_kept            # nodes
+    int32_t num_checkpoints     # set aside
+
+
 cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
     int64_t cut                 # where checkpoints are taken: here, rounded down,
     int64_t junction            # here, rounded down,
     int64_t hit                 # and at doubling distances, all above this
     int32_t node                # of its last committed base block
     int32_t[MOST_TAKEN] taken   # not published yet
+    Directive keep
 
 
 # Invariants, recomputed by tree_check:
@@ -121,6 +153,8 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 #   a block is EVICTABLE  <=>  nobody refers to it and it is in a canonical entry, a bundle or a tail
 #   a checkpoint may leave  <=>  loads == 0 == step  <=>  its bundle is EVICTABLE; then its tails may leave, too
 #   cold, warm and listed have just those units and checkpoints that may leave; all but cold are in order of use
+#   a node is kept  <=>  a directive ends there, or a node right below is kept; no parent has a lower rank
+#   place == ASIDE  =>  the unit stands in the line of its rank; so does a checkpoint that is `aside`
 #   num_nodes, num_checkpoints, num_loads and num_saves are counted
 #   an open row has not published all that it committed  =>  has_waiting
 #   no pending plan has still to fill a canonical entry; one that waits is not canonical
@@ -153,6 +187,8 @@ cdef struct Tree:
     Line warm
     Line[2] listed              # checkpoints that may leave: [0] those that were never a hit, [1] the others
     int64_t clock
+    int64_t now                 # the caller's clock
+    Keeping* keeping            # NULL: there was no directive
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending
     bint has_waiting            # a row may have committed blocks that are not published
@@ -193,4 +229,8 @@ cdef inline int32_t* checkpoint_bundle(const Tree* t, int32_t m) noexcept nogil:
 
 
 cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil
+cdef void node_passes_on(Tree* t, int32_t n) noexcept nogil
+cdef void node_let_go(Tree* t, int32_t n) noexcept nogil
+cdef void unit_set_aside(Tree* t, int32_t n) noexcept nogil
+cdef void checkpoint_set_aside(Tree* t, int32_t m) noexcept nogil
 cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil

@@ -28,6 +28,7 @@ cdef void tree_free(Tree* t) noexcept nogil:
     xfree(t.scratch)
     xfree(t.load)
     xfree(t.load_step)
+    keeping_free(t)
     xfree(t)
 
 
@@ -169,6 +170,8 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     t.fresh_node = t.fresh_checkpoint = 0
     t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = 0
     t.has_waiting = False
+    if t.keeping != NULL:
+        keeping_reset(t.keeping)
 
 
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
@@ -180,6 +183,8 @@ cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
         per_node += t.width * 4
     if t.more != NULL:
         per_node += sizeof(NodeMore)
+    if t.keeping != NULL:
+        per_node += sizeof(NodeKept) + sizeof(Link)
     found = t.room * per_node + t.num_buckets * <int64_t>sizeof(int32_t)
     for k in range(gs.num_arenas):
         found += gs.arena[k].num_blocks * <int64_t>(sizeof(Standing) + (4 if t.column_after[k] != NULL else 0))
@@ -225,10 +230,17 @@ cdef void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcep
     line.size += 1
 
 
+cdef inline Line* unit_line(Tree* t, int32_t n) noexcept nogil:
+    """The line that the unit of a node is in."""
+    if t.node[n].place == WARM:
+        return &t.warm
+    return &t.cold if t.node[n].place == COLD else &t.keeping.units[t.node[n].rank]
+
+
 cdef inline void unit_remove(Tree* t, int32_t n) noexcept nogil:
     cdef Node* node = &t.node[n]
     if node.place != NOWHERE:
-        line_remove(&t.cold if node.place == COLD else &t.warm, t.unit, n)
+        line_remove(unit_line(t, n), t.unit, n)
         node.place = NOWHERE
 
 
@@ -305,6 +317,8 @@ cdef void node_hide(Tree* t, int32_t n) noexcept nogil:
     """Nobody finds a node any more, and it is in no namespace."""
     bucket_remove(t, n)
     t.num_nodes -= 1
+    if t.node[n].rank:
+        node_let_go(t, n)
     name_leave(&t.index.names, name_of(t, n))
     t.node[n].name = NO_NAME
 
@@ -314,6 +328,8 @@ cdef void node_forget(Tree* t, int32_t n) noexcept nogil:
     cdef Node* node
     while n != NO_NODE:
         node = &t.node[n]
+        if node.rank:
+            node_passes_on(t, n)
         if node.name != NO_NAME:
             node_hide(t, n)
         node.depth = 0
@@ -362,6 +378,8 @@ cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint32_t hash, con
     if t.more != NULL:
         t.more[n].below = 0
         t.more[n].checkpoint = NO_CHECKPOINT
+    if t.keeping != NULL:
+        memset(&t.keeping.node[n], 0, sizeof(NodeKept))
     if parent != NO_NODE:
         node.depth += t.node[parent].depth
         t.node[parent].users += 1
@@ -623,19 +641,35 @@ cdef int32_t oldest_checkpoint(const Tree* t) noexcept nogil:
 
 
 cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
-    """Evict what leaves first of the units, of the checkpoints, or of both. Returns whether anything may leave."""
+    """Evict what leaves first of the units, of the checkpoints, or of both. Returns whether anything may leave.
+
+    What is kept is set aside when it is its turn: each once per use.
+    """
     cdef Tree* t = gs.tree
-    cdef int32_t m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
+    cdef int32_t m, n
     if has_units and t.cold.size:
         unit_evict(gs, t.cold.head)
-    elif (has_units and t.warm.size
-            and (m == NO_CHECKPOINT or 2 * (t.clock - t.more[t.warm.head].stamp) > checkpoint_age(t, m))):
-        unit_evict(gs, t.warm.head)
-    elif m != NO_CHECKPOINT:
-        checkpoint_evict(gs, m)
-    else:
-        return False
-    return True
+        return True
+    if t.keeping != NULL and evict_aside(gs, 0, has_units, has_checkpoints):
+        return True
+    while True:
+        m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
+        if (has_units and t.warm.size
+                and (m == NO_CHECKPOINT or 2 * (t.clock - t.more[t.warm.head].stamp) > checkpoint_age(t, m))):
+            n = t.warm.head
+            if t.node[n].rank == 0:
+                unit_evict(gs, n)
+                return True
+            line_remove(&t.warm, t.unit, n)
+            unit_set_aside(t, n)
+        elif m == NO_CHECKPOINT:
+            return t.keeping != NULL and evict_kept(gs, has_units, has_checkpoints)
+        elif checkpoint_rank(t, m) == 0:
+            checkpoint_evict(gs, m)
+            return True
+        else:
+            line_remove(line_of(t, m), t.link, m)
+            checkpoint_set_aside(t, m)
 
 
 cdef extern from *:
@@ -712,7 +746,7 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
     h = line_fingerprint(&t.listed[1], t.link, h)
     for n in range(t.fresh_checkpoint):
         h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
-    return names_fingerprint(&t.index.names, mix(h, t.has_waiting))
+    return names_fingerprint(&t.index.names, keeping_fingerprint(t, mix(h, t.has_waiting)))
 
 
 cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil:
@@ -917,7 +951,7 @@ cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept no
             return snprintf(finding, FINDING, b"block %d of arena %d is kept for nothing", id, arena) > 0
         left -= gs.group[k].columns
     if arena == 0:
-        left -= (t.listed[0].size + t.listed[1].size) * t.bundle_size
+        left -= num_listed(t) * t.bundle_size
     if left:
         return snprintf(finding, FINDING, b"arena %d has %d evictable blocks more than entries and checkpoints", arena,
                         left) > 0
@@ -951,4 +985,4 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
         if row_waits(gs, slot) and not t.has_waiting:
             return snprintf(finding, FINDING, b"sequence in slot %d waits to publish, and no plan will see it",
                             slot) > 0
-    return check_units(t, finding) or check_checkpoints(gs, seen, finding)
+    return check_units(t, finding) or check_checkpoints(gs, seen, finding) or check_keeping(t, seen, finding)

@@ -80,6 +80,7 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
                                        "slots can name {high}; make a pool of the largest size, and shrink it"),
     RAW_ABOVE: (ValueError, "block {value} has {other} references of callers, which nobody can tell where it goes; "
                             "release it first, or keep more than {value} blocks"),
+    CLOCK_BACK: (ValueError, "now is {value}, the clock was at {low} already: it must not go back"),
     STEP_PENDING: (PlanStateError, "step {value} is pending, what is released waits for it; call done first"),
 }
 

@@ -62,6 +62,8 @@ cdef int tree_room(Tree* t, const Groups* gs, const int32_t* sizes) noexcept nog
                 or regrow(<void**>&t.tokens, room * t.block_size * sizeof(int32_t))
                 or regrow(<void**>&t.path, path * sizeof(int32_t))
                 or (t.more != NULL and regrow(<void**>&t.more, room * sizeof(NodeMore)))
+                or (t.keeping != NULL and (regrow(<void**>&t.keeping.node, room * sizeof(NodeKept))
+                                           or regrow(<void**>&t.keeping.link, room * sizeof(Link))))
                 or (t.key != NULL and regrow(<void**>&t.key, room * 16))
                 or (t.width > 1 and regrow(<void**>&t.entry, room * t.width * sizeof(int32_t)))):
             room = -1

@@ -71,6 +71,7 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     RAW_ABOVE                   # a block that would have to move, and that a caller refers to
     WINDOW_IS_GONE
     STATE_IS_GONE
+    CLOCK_BACK
 
 
 cdef struct Verdict:            # why a call is refused: what the text of the exception needs, `refuse` writes it
@@ -116,6 +117,9 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_UNCACHE
     OP_LOADED
     OP_RESIZE
+    OP_KEEP
+    OP_TICK
+    OP_LIMIT_KEPT
     OPTION = 1 << 8             # beside OP_RELEASE: `oldest`, OP_TOUCH: `blank`, OP_UNCACHE: `keep_place`
 
 

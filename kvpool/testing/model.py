@@ -130,10 +130,12 @@ class ModelPool(CacheModel, AbstractContextManager):
     @public_call
     def open(
         self, tokens: Any = 0, namespace: bytes = b"", cut: int | None = None, *, reserve: bool = True,
-        load: bool = False, again: bool = False,
+        load: bool = False, again: bool = False, keep: Any = None,
     ) -> int:  # fmt: skip
         args.how_to_open("open", tokens, namespace, reserve, load)
         args.boolean("open", "again", again)
+        if args.keep("open", keep) and not self.has_cache:
+            raise ValueError(f"[open] keep is {keep}, the pool has no prefix cache")
         if cut is not None:
             args.integer("open", "cut", cut, 0, tokens if isinstance(tokens, int) else len(tokens))
             if not self.has_cache or load or isinstance(tokens, int):
@@ -149,6 +151,8 @@ class ModelPool(CacheModel, AbstractContextManager):
             seq.wanted = self._positions(found.hit, found.path, max(0, found.length - TAIL) if cut is None else cut)
             for name, n in (("queries", 1), ("query_tokens", found.length), ("hit_tokens", found.hit)):
                 self.counters[f"again_{name}" if again else name] += n
+        seq.keep = keep
+        self._keep(seq, keep)
         return seq.handle
 
     def _begin_at(self, call: str, found: Opening) -> Sequence:
@@ -167,7 +171,7 @@ class ModelPool(CacheModel, AbstractContextManager):
             for end in range(layer.block_size, hit + 1, layer.block_size):
                 self._share(seq.tables[layer.index], ends.get(end))
         if mark is not None:
-            mark.stamp = self._tick()
+            self._use(mark)
             if call == "open":  # a pin is no hit
                 self.counters["checkpoints_used"] += not mark.was_hit
                 mark.was_hit = True
@@ -198,6 +202,7 @@ class ModelPool(CacheModel, AbstractContextManager):
             child.ancestors = [*parent.ancestors, (parent.handle, self._next_step - 1, self.done_length(parent))]
             child.point, child.root, child.node = parent.point, parent.root, parent.node
             child.tokens, child.published, child.wanted = list(parent.tokens), parent.published, list(parent.wanted)
+            child.keep = parent.keep
             for layer, table, own in zip(self.layers, parent.tables, child.tables, strict=True):
                 shared = 1 if layer.kind == "state" else self._num_entries(layer, table, room)
                 own.entries, own.evicted = table.entries[:shared], table.evicted
@@ -801,7 +806,8 @@ class ModelPool(CacheModel, AbstractContextManager):
         arenas = [{name: value for name, value in vars(one).items() if name != "pool"} for one in self.arenas]
         rows = self._sequences, self._generations, self._free_slots, self.pending, self._next_step
         cache = self._last_root, self._nodes, self.entries, self._taken, self._loads, self._clock, self._coldest
-        state = repr((self.options, arenas, rows, cache, self.counters, self._evicted_tokens))
+        kept = self._now, self._limits
+        state = repr((self.options, arenas, rows, cache, kept, self.counters, self._evicted_tokens))
         state = re.sub(r"\d{16,}", lambda handle: str(int(handle[0]) % 2**LOCAL_BITS), state)
         return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "little")
 

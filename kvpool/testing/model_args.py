@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.retention import Keep
+
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 INTS = ("int32", "int64")
 
@@ -106,6 +108,12 @@ def tokens(call: str, values: Any) -> list[int]:
     if not is_batch(values):
         raise TypeError(f"[{call}] tokens is a {type(values).__name__}, a list or an array of ints is needed")
     return [integer(call, "a token", token, 0, 2**31 - 1) for token in integers(call, "tokens", values)]
+
+
+def keep(call: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, Keep):
+        raise TypeError(f"[{call}] keep is a {type(value).__name__} ({value!r}), a Keep is needed")
+    return value
 
 
 def namespace(call: str, value: Any) -> bytes:

@@ -73,6 +73,7 @@ class Sequence:
     published: int = 0
     node: Any = field(default=None, repr=False)  #: of its last committed base block
     wanted: list[int] = field(default_factory=list)  #: where checkpoints are taken
+    keep: Any = None  #: the directive of `open`
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ from kvpool.testing.model_groups import HOLE, Layers, PoolModel, Row, Sequence, 
 MOST_TAKEN = 2  #: checkpoints that a row has taken and not published
 NODES_PER_CHECKPOINT = 4  #: there is room for one checkpoint per so many nodes
 LOADED = 0  #: in place of a step
+MOST_TIME = 2**62 - 1
 
 
 @dataclass(eq=False)
@@ -52,6 +53,7 @@ class Checkpoint:
     tails: list[Entry] = field(default_factory=list)  #: entries of windows and chunks, of a published one
     node: Any = field(default=None, repr=False)
     was_hit: bool = False
+    turn: int = 0  #: when it was set aside, 0: it was not
 
     def blocks(self) -> list[int]:
         return [block for bundle in self.bundles.values() for block in bundle]
@@ -67,6 +69,9 @@ class Node:
     kv: dict[int, Entry] = field(default_factory=dict)  #: group -> the canonical entry that ends here
     checkpoint: Checkpoint | None = None
     stamp: int = 0
+    priority: int = 0  #: the highest of directives for it, or for nodes below, since it was last not kept
+    ends: tuple[int, int] = (0, 0)  #: when the directive ends that ends at this node, and its number; 0: there is none
+    turn: int = 0  #: when its unit was set aside, 0: it was not
 
     def is_idle(self) -> bool:
         return any(entry.is_idle() for entry in self.kv.values())
@@ -112,8 +117,9 @@ class ModelPrefix:
         self.pool._close(self.pool.one("unpin", handle, True))
 
     @public_call
-    def commit(self, handles: Any, tokens: Any, counts: Any = None) -> None:
+    def commit(self, handles: Any, tokens: Any, counts: Any = None, *, keep: Any = None) -> None:
         pool = self.pool
+        args.keep("commit", keep)
         names = args.handles("commit", handles)
         given = args.tokens("commit", tokens)
         if counts is None and len(given) % max(1, len(names)):
@@ -129,7 +135,30 @@ class ModelPrefix:
             given = given[n:]
             pool._refuse_commit(*batch[-1], told)
         for seq, row in batch:
+            known = len(seq.tokens)
             pool._commit(seq, row)
+            own = seq.keep if seq.keep and known < (seq.keep.tokens or known + 1) else None
+            pool._keep(seq, keep or own)
+
+    @public_call
+    def tick(self, now: int) -> None:
+        pool = self.pool
+        args.integer("tick", "now", now, pool._now, MOST_TIME)
+        pool._now = now
+        for node in sorted(pool._nodes.values(), key=lambda node: node.ends):
+            if 0 < node.ends[0] <= now:
+                node.ends = 0, 0
+                for above in node.path():
+                    if not any(one.ends[0] and above in one.path() for one in pool._nodes.values()):
+                        pool._set_priority(above, 0)
+
+    @public_call
+    def limit_kept(self, namespace: bytes, blocks: int | None) -> None:
+        args.namespace("limit_kept", namespace)
+        limit = None if blocks is None else args.integer("limit_kept", "blocks", blocks, 0, 2**30)
+        self.pool._limits.pop(namespace, None)
+        if limit is not None:
+            self.pool._limits[namespace] = limit
 
     @reading_call
     def committed(self, handle: int) -> int:
@@ -170,7 +199,8 @@ class ModelPrefix:
     @reading_call
     def stats(self) -> PrefixStats:
         pool, counted = self.pool, self.pool.counters
-        now = {"nodes": len(pool._nodes), "namespaces": len(pool._roots)}
+        now = {"nodes": len(pool._nodes), "namespaces": len(pool._roots.keys() | pool._limits)}
+        now["kept"] = sum(node.priority > 0 for node in pool._nodes.values())
         now["checkpoints"] = sum(mark.node is not None for mark in pool._taken)
         now["hit_rate"] = counted["hit_tokens"] / max(1, counted["query_tokens"])
         return PrefixStats(**{name: now.get(name, counted[name]) for name in PrefixStats._fields})
@@ -182,6 +212,8 @@ class CacheModel(PoolModel):
     def __init__(self, *sizes: Any, **options: Any) -> None:
         self.counters: Counter[str] = Counter()  # of `PrefixStats`; a reset does not change them
         self._next_root = 1
+        self._now = 0  # the caller's clock
+        self._limits: dict[bytes, int] = {}  # namespace -> how many nodes it may keep
         super().__init__(*sizes, **options)
         room = self.arenas[0].num_blocks - self.arenas[0].reserved
         if self.has_cache and self._bundle_size > room:
@@ -193,7 +225,7 @@ class CacheModel(PoolModel):
 
     def _empty(self) -> None:
         super()._empty()
-        self._clock = self._coldest = 0
+        self._clock = self._coldest = self._turn = self._directives = 0
         self._last_root: dict[bytes, int] = {}  # namespace -> the last root it was given
         self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}  # (root, prefix) -> node
         self.entries: dict[tuple[int, int], Entry] = {}  # (arena, block) -> committed entry
@@ -244,6 +276,9 @@ class CacheModel(PoolModel):
             while node is not None and node not in needed:
                 needed.add(node)
                 node = node.parent
+        for node in [node for node in self._nodes.values() if node not in needed]:
+            for heir in [above for above in node.path() if above in needed][:1]:
+                heir.ends = max(heir.ends, node.ends)
         self._nodes = {key: node for key, node in self._nodes.items() if node in needed}
 
     # ---- hits ---------------------------------------------------------------------------------------------
@@ -295,9 +330,57 @@ class CacheModel(PoolModel):
         return (3 if isinstance(one, Checkpoint) and not one.was_hit else 2) * (self._clock - one.stamp)
 
     def _oldest(self, marks: list[Checkpoint], units: Iterable[Node] = ()) -> Any:
-        """What leaves first. `max` takes the first of equal ages: never a hit, other checkpoints, units."""
+        """What leaves first. `max` takes the first of equal ages: never a hit, other checkpoints, units.
+
+        What is kept is set aside when it is its turn.
+        """
         victims: list[Node | Checkpoint] = [*sorted(marks, key=lambda mark: mark.was_hit), *units]
-        return max(victims, key=self._age)
+        line = [one for one in victims if not one.turn]
+        due = [one for one in victims if one.turn and not self._priority(one)]
+        while line and not due:
+            victim = max(line, key=self._age)
+            if not self._priority(victim):
+                return victim
+            victim.turn = self._next_turn()
+            line.remove(victim)
+        return min(due or victims, key=lambda one: (self._priority(one), one.turn))
+
+    def _use(self, one: Node | Checkpoint) -> None:
+        one.stamp, one.turn = self._tick(), 0
+
+    # ---- retention ----------------------------------------------------------------------------------------
+
+    def _next_turn(self) -> int:
+        self._turn += 1
+        return self._turn
+
+    def _priority(self, one: Node | Checkpoint) -> int:
+        node = one.node if isinstance(one, Checkpoint) else one
+        return node.priority if node is not None else 0
+
+    def _set_priority(self, node: Node, priority: int) -> None:
+        node.priority = priority
+        for one in (node, node.checkpoint):
+            if one is not None and one.turn:
+                one.turn = self._next_turn()
+
+    def _keep(self, seq: Sequence, keep: Any) -> None:
+        """A directive for what a row has committed, as far as its namespace may keep it."""
+        if keep is None or seq.node is None:
+            return
+        self._sweep()
+        limits = [self._limits[name] for name, root in self._roots.items() if root == seq.root and name in self._limits]
+        kept = sum(node.priority > 0 for node in self._nodes.values() if node.root == seq.root)
+        path = [node for node in seq.node.path()[::-1] if keep.tokens is None or len(node.prefix) <= keep.tokens]
+        fresh = [node for node in path if not node.priority]
+        if limits:
+            path = path[: len(path) - len(fresh) + max(0, min(limits[0] - kept, len(fresh)))]
+        self._directives += 1
+        if path:
+            path[-1].ends = max(path[-1].ends, (self._now + keep.ttl, self._directives))
+        for node in path[::-1]:
+            if node.priority < keep.priority:
+                self._set_priority(node, keep.priority)
 
     def _is_free(self, mark: Checkpoint) -> bool:
         return mark.step is None and not self._is_loaded(mark)
@@ -386,7 +469,7 @@ class CacheModel(PoolModel):
             if entry.node.kv.setdefault(entry.layer.index, entry) is not entry:
                 self._blank_entry(entry)
             if entry.node.is_idle():
-                entry.node.stamp = self._tick()
+                self._use(entry.node)
 
     def _hand_over(self, entry: Entry) -> None:
         """Nobody names an entry of checkpoints: the first row that has still to load one has its own in its place."""
@@ -512,7 +595,7 @@ class CacheModel(PoolModel):
             return
         tails = self._tails(seq, position)
         if node.checkpoint is not None:
-            node.checkpoint.stamp = self._tick()
+            self._use(node.checkpoint)
         elif tails is None or (mark is None and not self._has_room()):
             self.counters["checkpoints_skipped"] += 1
         else:
@@ -520,7 +603,7 @@ class CacheModel(PoolModel):
                 mark = Checkpoint(position, {}, 0, None, None)
                 self._taken.append(mark)
             self.counters["checkpoints_published"] += 1
-            mark.stamp = self._tick()
+            self._use(mark)
             known = [entry for other in self._taken if other.node is not None for entry in other.tails]
             if self._is_loaded(mark):
                 self._replace_tails(tails)
@@ -529,7 +612,7 @@ class CacheModel(PoolModel):
             mark.owner, mark.node, node.checkpoint = None, node, mark
             for above in node.path():
                 if above.is_idle() and self._below(above) == 1:
-                    above.stamp = self._tick()
+                    self._use(above)
             return
         if mark is not None:
             self._give_up(mark)
@@ -572,7 +655,7 @@ class CacheModel(PoolModel):
             mark.node.checkpoint, path, mark.node = None, mark.node.path(), None
             for one in reversed([node for node in path if node.is_idle() and not self._below(node)]):
                 self._coldest -= 1
-                one.stamp = self._coldest
+                one.stamp, one.turn = self._coldest, 0
 
     def _begin_load(self, seq: Sequence, mark: Checkpoint) -> None:
         """The first step that reads the states of a row copies them from a checkpoint."""

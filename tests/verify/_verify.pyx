@@ -22,6 +22,7 @@ from kvpool._core cimport (
 import hashlib
 
 from kvpool import errors
+from kvpool.retention import Keep
 from kvpool.testing.fuzz_target import FuzzFinding as Finding
 from tests.verify.words import CAP as CAP_OF_WORDS
 from tests.verify.words import KINDS, SPACES, WORDS
@@ -32,7 +33,7 @@ REFUSALS = (errors.OutOfBlocks, errors.OutOfSequences, errors.CapacityExceeded, 
 cdef enum:                      # in the order of WORDS
     OPEN, PROMPT, STEP, PREFILL, CHUNKED, RESERVE, EXECUTE, DONE, DONE_ANY, ROLLBACK, COMMIT, LIE, FORK, TRUNCATE, CLOSE
     CLOSE_FINISHED, DEFER_CLOSE, UNSHARE, COMPACT, EVICT_BLOCKS, PIN, MATCH, EVICT, FLUSH, LOAD, LOADED, ALLOC, INCREF
-    DECREF, MARK_CACHED, TOUCH, CAN, EVENTS, STALE, READ, BIND, RESET, RESIZE, NUM_WORDS
+    DECREF, MARK_CACHED, TOUCH, CAN, EVENTS, STALE, READ, BIND, RESET, RESIZE, KEEP, NUM_WORDS
 
 cdef enum:
     MOST_RAW = 48
@@ -1313,6 +1314,26 @@ cdef class Run(Calls):
             self.see_tables(self.live[k], 0, False)
         return 0
 
+    cdef int op_keep(self, const Word* w) except -1:
+        """Time goes on, a namespace gets a limit, or a row is kept by what it commits, or from its prompt on."""
+        if w.b & 3 == 0:
+            now = self.now + w.a % 9 - (1 if w.c & 15 == 0 else 0)
+            if self.call("pool.prefix.tick", self.prefix.tick, (now,)) is not None:
+                if now < self.now:
+                    self.wrong("the clock went back to {0}", now)
+                self.now = now
+            return 0
+        if w.b & 31 == 1:
+            self.call("pool.prefix.limit_kept", self.prefix.limit_kept,
+                      (SPACES[w.a % 3], None if w.c & 1 else w.c % 13))
+            return 0
+        tokens = 1 + w.c % 40 if w.c & 64 else None
+        self.keep = Keep(1 + w.a % 7, 1 + (w.a >> 3) % (40 if w.c & 128 else 6), tokens)
+        try:
+            return self.op_commit(w) if w.b & 1 and self.num_live else self.op_prompt(w)
+        finally:
+            self.keep = None
+
     cdef int32_t reserved_in(self, int32_t a) noexcept nogil:
         """Reserved blocks of an arena; one of states has none."""
         cdef int32_t g
@@ -1406,4 +1427,5 @@ OPS = [                         # in the order of WORDS
     Run.op_defer, Run.op_unshare, Run.op_compact, Run.op_evict_blocks, Run.op_prompt, Run.op_match, Run.op_evict,
     Run.op_flush, Run.op_prompt, Run.op_loaded, Run.op_alloc, Run.op_incref, Run.op_decref, Run.op_cached,
     Run.op_cached, Run.op_step, Run.op_events, Run.op_stale, Run.op_read, Run.op_bind, Run.op_reset, Run.op_resize,
+    Run.op_keep,
 ]

@@ -20,6 +20,8 @@ cdef class Calls(Content):
     cdef list trace
     cdef bint direct
     cdef object prefix, blocks
+    cdef object keep            # what the next prompt or commit is told
+    cdef int64_t now
     cdef int32_t[CAP] prompt
     cdef int32_t[MOST_ROWS] rows
     cdef int64_t[MOST_ROWS] handles
@@ -86,6 +88,7 @@ cdef class Calls(Content):
         options = {"namespace": SPACES[space]} if space else {}
         options |= {"cut": cut} if cut >= 0 else {}
         options |= {} if reserve else {"reserve": False}
+        options |= self.kept()
         given = self.call("pool.open", self.pool.open, (n if counted else self.said(n),), options)
         return -1 if given is None else given
 
@@ -102,7 +105,10 @@ cdef class Calls(Content):
         """The tokens of a row up to `end`."""
         cdef int64_t k
         tokens = [r.token[k] for k in range(r.committed, end)]
-        return self.call("pool.prefix.commit", self.prefix.commit, (r.handle, tokens)) is not None
+        return self.call("pool.prefix.commit", self.prefix.commit, (r.handle, tokens), self.kept()) is not None
+
+    cdef dict kept(self):
+        return {} if self.keep is None else {"keep": self.keep}
 
     # -- plans
 

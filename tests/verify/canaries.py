@@ -26,7 +26,9 @@ from tests.verify import builds, run
 
 CALLS_MAX = 300_000
 #: It changes an order in which things leave, and no content: the plain model finds it.
-OF_THE_MODEL = ("checkpoint outlives its keys",)
+OF_THE_MODEL = (
+    "checkpoint outlives its keys", "kept unit leaves at its turn", "directive ends with the node at which it ended"
+)  # fmt: skip
 SECONDS_MAX = 20  # of the processor; a core with a fault may never end
 SEED = 844
 HEAD = """

@@ -21,11 +21,11 @@ WEIGHTS: dict[str, float] = {
     **{"done_any": 3, "rollback": 5, "commit": 12, "lie": 2, "fork": 5, "truncate": 4, "close": 6},
     **{"close_finished": 1, "defer_close": 1, "unshare": 4, "compact": 3, "evict_blocks": 2, "pin": 1, "match": 1},
     **{"evict": 1, "flush": 0.5, "load": 4, "loaded": 4, "alloc": 2, "incref": 1, "decref": 3, "mark_cached": 4},
-    **{"touch": 2, "can": 2, "events": 1, "stale": 1, "read": 2, "bind": 0.5, "reset": 0.05, "resize": 3},
+    **{"touch": 2, "can": 2, "events": 1, "stale": 1, "read": 2, "bind": 0.5, "reset": 0.05, "resize": 3, "keep": 8},
 }
 WORDS = tuple(WEIGHTS)
 ALWAYS = ("step", "done")  # a run without these goes nowhere
-CACHE_ONLY = ("chunk", "commit", "lie", "pin", "match", "flush", "load", "loaded", "events")
+CACHE_ONLY = ("chunk", "commit", "lie", "pin", "match", "flush", "load", "loaded", "events", "keep")
 BARE_ONLY = ("mark_cached", "touch")
 FULL_ONLY = ("unshare", "compact", "evict_blocks")
 SWARM = (0, 0.25, 1, 1, 1, 4)
@@ -134,7 +134,7 @@ def faces(rng: random.Random, cache: bool, groups: list[Group] | None, without: 
     no_full = groups is not None and all(group.kind != "full" for group in groups)
     for word, usual in WEIGHTS.items():
         left_out = word in without or word in (BARE_ONLY if cache else CACHE_ONLY) or (no_full and word in FULL_ONLY)
-        if word == "resize":  # in every eighth run; the programs of the others do not change with it
+        if word in ("resize", "keep"):  # in every eighth run; the programs of the others do not change with it
             weights[word] = 0 if left_out or random.Random(str(weights)).random() > 0.125 else usual
             continue
         weights[word] = 0 if left_out else usual * (rng.choice(SWARM[2:] if word in ALWAYS else SWARM))
