@@ -61,18 +61,18 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
 
     capabilities = metal_capabilities(LAYOUTS[:-1], QUANT_BITS)  # all but "block"
 
-    def _allocate(self) -> None:
-        super()._allocate()
-        if has_metal():
-            self._lazy = InPlacePool(
-                self._module,
-                self.spec,
-                self.num_blocks,
-                self._pool,
-                isa=self.store.isa,
-                on_gpu=True,
-                metal=metal_texts(self._module, self.spec),
-            )
+    def _chained(self) -> InPlacePool:
+        if not has_metal():
+            return super()._chained()
+        return InPlacePool(
+            self._module,
+            self.spec,
+            self.num_blocks,
+            self._pool,
+            isa=self.store.isa,
+            on_gpu=True,
+            metal=metal_texts(self._module, self.spec),
+        )
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
         return list(self._lazy.read(layer, kernel))
