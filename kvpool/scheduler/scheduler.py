@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -723,6 +723,10 @@ class Scheduler:
         if sequence is None:
             raise ValueError(f"[request_of] nothing runs in lane {lane}")
         return sequence.group.request
+
+    def waiting(self, most: int) -> list[Request]:
+        """Return the request of each sequence that waits, `most` of them."""
+        return [sequence.group.request for sequence in islice(self._core.queue, most)]
 
     def stats(self) -> SchedulerStats:
         """Return the counters, in O(1)."""
