@@ -9,10 +9,14 @@ All sizes are Python integers (no overflow) and carry their unit in the name: ``
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,7 @@ __all__ = [
     "describe_plan",
     "format_nbytes",
     "layer_groups",
+    "memory_pressure",
     "parse_nbytes",
     "spec_from_config",
 ]
@@ -226,15 +231,29 @@ def _machine_budget(
 
 
 def available_memory_nbytes() -> int:
-    """RAM for this process: on Linux the available RAM within the limit of its cgroup, on macOS all RAM."""
+    """RAM for this process: on Linux the available RAM within the limit of its cgroup.
+
+    Elsewhere what the package psutil says, without it all RAM.
+    """
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text("/proc/meminfo"), re.MULTILINE)
     if found:
         available = int(found.group(1)) * 1024
+    elif find_spec("psutil") is not None:
+        available = int(import_module("psutil").virtual_memory().available)
     limit, used = _read_text("/sys/fs/cgroup/memory.max"), _read_text("/sys/fs/cgroup/memory.current")
     if limit.strip().isdigit() and used.strip().isdigit():
         available = min(available, max(0, int(limit) - int(used)))
     return available
+
+
+def memory_pressure() -> int:
+    """Return the pressure on the memory of the system as macOS counts it: 1 normal, 2 warning, 4 critical. Else 1."""
+    level, size = ctypes.c_int(1), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    if sys.platform == "darwin":
+        name = b"kern.memorystatus_vm_pressure_level"
+        ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return level.value
 
 
 def _read_text(path: str) -> str:

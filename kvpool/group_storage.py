@@ -17,7 +17,15 @@ import numpy as np
 
 from kvpool._core import Plan, Pool
 from kvpool.groups import Group
-from kvpool.protocol import AttentionOptions, KVBackend, StepArrays, check_distinct, checked_ids
+from kvpool.protocol import (
+    AttentionOptions,
+    KVBackend,
+    StepArrays,
+    check_distinct,
+    checked_ids,
+    checked_resize,
+    move_rows,
+)
 from kvpool.sizing import Parts, StateArray, aligned_nbytes, block_nbytes_of
 from kvpool.spec import KVSpec, checked_int
 
@@ -95,6 +103,18 @@ class StateSlots:
         check_distinct("copy", "slot", targets)
         for plane in self._planes:
             plane[self._xp.array(targets)] = plane[self._xp.array(sources)]
+
+    def resize(self, num_slots: int, moves: Any) -> None:
+        """Have another number of slots; see `KVBackend.resize`."""
+        size, moves = checked_resize(self.num_slots, num_slots, moves)
+        count, (sources, targets) = min(size, self.num_slots), moves.T
+        for number, plane in enumerate(self._planes):
+            new = self._xp.zeros((size, *plane.shape[1:]), plane.dtype)
+            new[:count] = plane[:count]
+            if len(moves):
+                new[self._xp.array(targets)] = plane[self._xp.array(sources)]
+            self._planes[number] = new
+        self.num_slots = size
 
     def zero(self, slots: Slots) -> None:
         """Set every byte of these slots to 0."""
@@ -408,6 +428,49 @@ class GroupStorage:
         """Overwrite whole blocks of an arena with rows of `export_blocks`. Blocks must be distinct."""
         self._arena("import_blocks", arena).store.import_blocks(blocks, data)
 
+    def resize(self, num_blocks: dict[int, int]) -> dict[int, np.ndarray]:
+        """Give arenas of the pool other sizes, and move with it what their blocks and state slots hold.
+
+        Between two steps. Steps made before are not valid any more. See `Pool.resize` and `KVBackend.resize`.
+
+        Returns
+        -------
+        dict of int to int32 ``[K, 2]``
+            The moves of each arena.
+
+        Raises
+        ------
+        PlanStateError, OutOfBlocks, ValueError, CapacityExceeded
+            As from `Pool.resize`. State unchanged.
+        MemoryError, RuntimeError
+            No memory for an arena that grows. Those that grow are as before, except that blocks of the prefix cache
+            and others may have moved in those that shrink.
+        """
+        before = {arena: self._pool.stats(arena).num_blocks for arena in num_blocks}
+        moves: dict[int, np.ndarray] = self._pool.resize(num_blocks)
+        grown: list[int] = []
+        try:
+            for arena, size in sorted(num_blocks.items(), key=lambda one: one[1] > before[one[0]]):  # which grow: last
+                self._resize_arena(arena, size, moves[arena])
+                grown += [arena] * (size > before[arena])
+        except BaseException:
+            less = {arena: before[arena] for arena, size in num_blocks.items() if size > before[arena]}
+            self._pool.resize(less)  # what is blank leaves: nothing moves
+            for arena in grown:
+                self._resize_arena(arena, before[arena], ())
+            raise
+        self.groups = self._pool.options.groups
+        self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
+        return moves
+
+    def _resize_arena(self, arena: int, size: int, moves: Any) -> None:
+        if arena < len(self._arenas):
+            self._arenas[arena].resize(size, moves)
+        else:
+            group = [number for number, group in enumerate(self.groups) if group.kind == "state"]
+            if (number := group[arena - len(self._arenas)]) in self.states:
+                self.states[number].resize(size, moves)
+
     def bundle_blocks(self, group: int) -> int:
         """Return how many blocks of arena 0 hold one state of a state group."""
         return -(-self._slots("bundle_blocks", group).slot_nbytes // self.block_nbytes(0))
@@ -530,9 +593,20 @@ class BlockRows:
 
     def __init__(self, num_blocks: int, block_nbytes: int) -> None:
         self.num_blocks = num_blocks
+        self.bytes = self._zeros(num_blocks, block_nbytes)
+
+    @staticmethod
+    def _zeros(num_blocks: int, block_nbytes: int) -> np.ndarray:
         room = np.zeros(num_blocks * block_nbytes + _PAGE_NBYTES, np.uint8)  # the system hands out its pages late
         first = -room.ctypes.data % _PAGE_NBYTES
-        self.bytes = room[first : first + num_blocks * block_nbytes].reshape(num_blocks, block_nbytes)
+        return room[first : first + num_blocks * block_nbytes].reshape(num_blocks, block_nbytes)
+
+    def resize(self, num_blocks: int, moves: Any) -> None:
+        """Have another number of blocks; see `KVBackend.resize`."""
+        size, moves = checked_resize(self.num_blocks, num_blocks, moves)
+        new = self._zeros(size, self.bytes.shape[1])
+        move_rows(self.bytes, new, moves)
+        self.bytes, self.num_blocks = new, size
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         self.bytes[self._ids("zero", blocks)] = 0
@@ -595,12 +669,24 @@ class Arena:
             )
         self.store = BlockRows(num_blocks, self.block_nbytes)
         for parts in shapes:
-            made, begin = [], 0
-            for spec in parts:
-                rows = self.store.bytes[:, begin : begin + spec.block_nbytes]
-                made.append(factory(spec, num_blocks, storage=rows))
-                begin += aligned_nbytes(spec)
-            self.backends[parts] = tuple(made)
+            rows = zip(parts, self._rows(parts), strict=True)
+            self.backends[parts] = tuple(factory(spec, num_blocks, storage=own) for spec, own in rows)
+
+    def _rows(self, parts: Parts) -> Iterator[np.ndarray]:
+        """The bytes of each spec in the blocks that share rows."""
+        begin = 0
+        for spec in parts:
+            yield self.store.bytes[:, begin : begin + spec.block_nbytes]  # type: ignore[union-attr]
+            begin += aligned_nbytes(spec)
+
+    def resize(self, num_blocks: int, moves: Any) -> None:
+        """Have another number of blocks; see `KVBackend.resize`."""
+        self.store.resize(num_blocks, moves)
+        if isinstance(self.store, BlockRows):
+            for parts, backends in self.backends.items():
+                for backend, rows in zip(backends, self._rows(parts), strict=True):
+                    backend.resize(num_blocks, moves, storage=rows)
+        self.num_blocks = num_blocks
 
 
 def _of(step: GroupStep, place: Place) -> Any:

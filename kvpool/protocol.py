@@ -289,6 +289,32 @@ def check_distinct(call: str, what: str, ids: np.ndarray) -> None:
         raise ValueError(f"[{call}] a {what} is named twice in {ids.tolist()}")
 
 
+def checked_resize(have: int, num_blocks: Any, moves: Any) -> tuple[int, np.ndarray]:
+    """The arguments of a `resize` of `have` blocks, or state slots: the new number, and moves as int64 ``[K, 2]``."""
+    size, pairs = checked_int("resize", "num_blocks", num_blocks), np.asarray(moves)
+    if pairs.size == 0:
+        pairs = np.zeros((0, 2), np.int64)
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"[resize] moves must have shape [K, 2], got {list(pairs.shape)}")
+    sources = checked_ids("resize", "source", pairs[:, 0], have, "blocks that leave", min(size, have))
+    targets = checked_ids("resize", "target", pairs[:, 1], size, "blocks that stay")
+    check_distinct("resize", "source", sources)
+    check_distinct("resize", "target", targets)
+    return size, np.stack([sources, targets], axis=1)
+
+
+_PIECE_NBYTES = 2**22
+
+
+def move_rows(old: np.ndarray, new: np.ndarray, moves: np.ndarray) -> None:
+    """Fill ``new [n, ...]`` with the rows of `old` that have a place there, then with those that `moves` brings."""
+    count = min(len(old), len(new))
+    new[:count] = old[:count]
+    piece = max(1, _PIECE_NBYTES // max(1, old[:1].size * old.itemsize))
+    for at in range(0, len(moves), piece):  # what is gathered takes memory, too
+        new[moves[at : at + piece, 1]] = old[moves[at : at + piece, 0]]
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """The limits of a backend. ``None`` in a field means: no limit."""
@@ -343,7 +369,7 @@ class Capabilities:
 
 @runtime_checkable
 class KVBackend(Protocol):
-    """Owner of the KV storage of one pool: planes k and v of every layer, allocated once, never grown.
+    """Owner of the KV storage of one pool: planes k and v of every layer.
 
     A backend is made by a factory ``factory(spec, num_blocks) -> KVBackend`` (a class will do). One that serves layout
     "block" also takes ``storage=``, uint8 ``[num_blocks, spec.block_nbytes]``: memory of the caller, to be used instead
@@ -512,6 +538,30 @@ class KVBackend(Protocol):
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
         """Overwrite whole blocks with rows of `export_blocks`. Blocks must be distinct."""
+        ...
+
+    def resize(
+        self, num_blocks: int, moves: Sequence[Sequence[int]] | np.ndarray, *, storage: np.ndarray | None = None
+    ) -> None:
+        """Have another number of blocks from now on, after all calls so far. Steps made before are not valid any more.
+
+        One layer after the other gets new memory and gives its old memory back, so both numbers of blocks of one layer
+        are there at a time; of layout "block" those of all layers. O(bytes of the blocks that stay).
+
+        Parameters
+        ----------
+        num_blocks : int
+        moves : ints ``[K, 2]``
+            Of `kvpool.Pool.resize`: block ``moves[k, 0]``, which leaves, becomes block ``moves[k, 1]``, which stays.
+            All other blocks keep their bytes. Bytes of blocks that come are anything.
+        storage : uint8 ``[num_blocks, spec.block_nbytes]``, optional
+            For a backend that was made with `storage`: other memory, where its owner has moved the blocks already.
+
+        Raises
+        ------
+        MemoryError, RuntimeError
+            The system, or the framework, has no memory for it. State unchanged.
+        """
         ...
 
     def queued(self, layer: int) -> Sequence[Array]:

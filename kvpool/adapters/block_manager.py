@@ -136,6 +136,18 @@ class KVBlockManager:
         """A new sequence of length 0, with the blocks of `prompt_len` tokens set aside for it."""
         return self._view(self.pool.open(prompt_len))
 
+    def resize(self, num_blocks: int) -> None:
+        """Have another number of blocks; sequences keep their tokens. Block ids change, as `table` and slots say.
+
+        Raises
+        ------
+        OutOfBlocks, PlanStateError, ValueError, CapacityExceeded
+            As from `Pool.resize`. State unchanged.
+        MemoryError, RuntimeError
+            No memory for more blocks. State unchanged.
+        """
+        self.storage.resize({0: num_blocks})
+
     def fork(self, parent_seq_id: int) -> BlockTableView:
         """A child that shares every token of the parent; nothing is copied until one of the two writes."""
         return self._view(int(self.pool.fork(parent_seq_id)[0]))

@@ -157,12 +157,18 @@ def mlx_native_facts() -> dict[str, Any] | None:
     return status()
 
 
-def memory_facts() -> dict[str, int]:
-    """Return the RAM of the machine and what this process could still take, in bytes."""
-    from kvpool.config import available_memory_nbytes
+def memory_facts() -> dict[str, Any]:
+    """Return the RAM of the machine and what this process could still take, in bytes; what the governor says of it."""
+    from kvpool.cli.serve import KEPT_FREE
+    from kvpool.config import available_memory_nbytes, memory_pressure
+    from kvpool.governor import Governor, Holder, Machine
 
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {"total_nbytes": total, "available_nbytes": available_memory_nbytes()}
+    available, pressure = available_memory_nbytes(), memory_pressure()
+    governor = Governor(0, total, total // KEPT_FREE)
+    decision = governor.decide(Machine(0.0, available, pressure), [Holder("cache", 0, waiting=total)])
+    facts = {"total_nbytes": total, "available_nbytes": available, "pressure": pressure}
+    return facts | {"keep_free_nbytes": governor.reserve, "cache_nbytes": decision.size, "reason": decision.reason}
 
 
 def describe(facts: dict[str, Any]) -> str:
@@ -184,9 +190,19 @@ def describe(facts: dict[str, Any]) -> str:
             "memory",
             f"{format_nbytes(memory['available_nbytes'])} available of {format_nbytes(memory['total_nbytes'])}",
         ),
+        governor_row(memory),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def governor_row(memory: dict[str, Any]) -> tuple[str, str]:
+    """Return the line of what ``kvpool serve --memory auto`` would do."""
+    from kvpool.config import format_nbytes
+
+    pressure = {2: ", under memory pressure", 4: ", under critical memory pressure"}.get(memory["pressure"], "")
+    most, free = format_nbytes(memory["cache_nbytes"]), format_nbytes(memory["keep_free_nbytes"])
+    return ("serve --memory", f"auto grows up to {most} less the weights now, keeps {free} free for others{pressure}")
 
 
 def cpu_rows(cpu: dict[str, Any]) -> list[tuple[str, str]]:

@@ -66,7 +66,8 @@ BITS = (
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `memory_of`, `policy_of` and `bits_of`."""
-    parser.add_argument("--memory", metavar="SIZE", help="cache size: 2GiB, bytes or auto; not with --num-blocks")
+    text = "cache size: 2GiB, bytes or auto, for serve also MIN:MAX; not with --num-blocks"
+    parser.add_argument("--memory", metavar="SIZE", help=text)
     group = parser.add_argument_group("a fixed budget per sequence", "more: python -m pydoc kvpool.eviction")
     group.add_argument("--eviction", metavar="POLICY", help="which tokens are evicted: h2o, window or blocks")
     for name, metavar, field, _, policies, text in FIELDS:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from kvpool.cli.console import CommandError, real, whole
+from kvpool.cli.console import CommandError, nbytes, real, whole
 from kvpool.cli.options import (
     MOST_CHUNK,
     MOST_RUNNING,
@@ -39,10 +40,12 @@ from kvpool.errors import install_command
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.engine import Engine
     from kvpool.serving.app import Settings
+    from kvpool.serving.memory import Memory
 
 leave = os._exit
 LAST_PORT = 65535
 LAST_SECONDS = 1.0  # for the last line
+KEPT_FREE = 10  # of the machine's memory, the part that stays available for others
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 LONGEST = 32768  # tokens of a request at most, for the default size of the pool
 NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
@@ -55,6 +58,8 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
     ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
     ("--num-blocks", "N", None, "blocks of the cache (default: for --max-running samples, as memory allows)"),
+    ("--idle-release", "SECONDS", None, "idle time after which the cache gives memory back; needs --memory"),
+    ("--keep-free", "SIZE", None, "memory that others find available, with --memory auto or MIN:MAX (default: 10 %%)"),
     ("--grace", "SECONDS", "30", "time that running requests have to end after SIGTERM (default: %(default)s)"),
 )
 
@@ -113,8 +118,7 @@ def run(args: argparse.Namespace) -> int:
     port, block_size = whole("--port", args.port, 0), whole("--kv-block-size", args.kv_block_size)
     if port > LAST_PORT:  # the socket would take the port modulo 65536
         raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
-    memory_of(args)
-    limit_of(args.wired)
+    bounds, _ = bounds_of(args), limit_of(args.wired)
     keys, weights = read_keys(args)
     if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
         sources = "--api-key, --api-keys or the variable KVPOOL_API_KEY"
@@ -161,9 +165,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         url = f"http://{host}:{sock.getsockname()[1]}"
         say(f"kvpool serve: loading {args.model} ...")
-        make, on_ready = partial(make_engine, args, options, settings), partial(tell, args, url)
+        memory: list[Memory] = []
+        make, on_ready = partial(make_engine, args, options, settings, bounds, memory), partial(tell, args, url)
         with log.to_stderr(args.log), wired(args.wired):
-            left = asyncio.run(process.serve(make, settings, sock, on_ready, grace))
+            left = asyncio.run(process.serve(make, settings, sock, on_ready, grace, memory))
         said, status = "the engine was lost" if left < 0 else f"stopped, {left} blocks in use", 1 if left else 0
     except OSError as exc:
         said, status = f"--host {args.host} --port {port}: {exc.strerror}", 2
@@ -178,6 +183,66 @@ def run(args: argparse.Namespace) -> int:
     last.join(LAST_SECONDS)  # nobody may read it, and its pipe be full
     leave(status)  # threads of MLX must not run while the interpreter shuts down
     return status
+
+
+class Bounds(NamedTuple):
+    """What --memory, --idle-release and --keep-free say; sizes are bytes, None: it follows from the model."""
+
+    least: int | None
+    yields: bool  # to others
+    idle_release: float
+    keep_free: int
+
+
+def bounds_of(args: argparse.Namespace) -> Bounds | None:
+    """Return between what sizes the cache may change; None if it is fixed. --memory becomes its upper bound."""
+    least, colon, most = (args.memory or "").rpartition(":")
+    idle = math.inf if args.idle_release is None else real("--idle-release", args.idle_release, 1)
+    if args.memory is None and args.idle_release is not None:
+        raise CommandError(f"--idle-release {args.idle_release}: needs --memory auto, BYTES or MIN:MAX")
+    yields = bool(colon) or args.memory == "auto"
+    if args.keep_free is not None and not yields:
+        raise CommandError(f"--keep-free {args.keep_free}: needs --memory auto or MIN:MAX")
+    if colon:
+        low, high = nbytes("--memory", least), nbytes("--memory", most)
+        if low > high:
+            raise CommandError(f"--memory {args.memory}: {least} is above {most}; write MIN:MAX")
+        args.memory = most
+    memory_of(args)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = total // KEPT_FREE if args.keep_free is None else nbytes("--keep-free", args.keep_free)
+    if free >= total:
+        raise CommandError(f"--keep-free {args.keep_free}: the machine has {total} bytes in all")
+    return Bounds(low if colon else None, yields, idle, free) if yields or idle < math.inf else None
+
+
+def governed(args: argparse.Namespace, bounds: Bounds, options: dict[str, Any], model: Any, most: int) -> int:
+    """Return the least blocks that the cache has. `options` limits requests to those, and begins with what is free."""
+    from kvpool.adapters.mlx_lm import loading
+    from kvpool.adapters.mlx_lm.shapes import max_positions
+    from kvpool.serving.memory import seen
+
+    size, asked, now = options["block_size"], options.get("max_model_len"), seen()
+    longest = asked or min(max_positions(model) or LONGEST, LONGEST)
+    least = min(most, 1 + -(-longest // size))
+    if bounds.least is not None:
+        given = f"--memory {bounds.least}:{args.memory}"
+        free = int(min(now.available, now.most_active - now.active))
+        if bounds.least > free:
+            raise CommandError(f"{given}: beside the model {free} bytes are available, fewer than the least size")
+        rows, bits = options["max_running"], bits_of(args)
+        try:
+            least = loading.blocks_in(bounds.least, model, size, rows, **bits)
+            free = max(bounds.least, free - bounds.keep_free)
+            options["num_blocks"] = min(options["num_blocks"], loading.blocks_in(free, model, size, rows, **bits))
+        except ValueError as exc:
+            raise CommandError(f"{given}: the least size has {by_flags(exc)}") from None
+        if asked and asked > (least - 1) * size:
+            text = f"the least size holds requests of {(least - 1) * size} tokens"
+            raise CommandError(f"{given}: {text}, --max-model-len is {asked}")
+    options["max_model_len"] = min(longest, (least - 1) * size)
+    options["num_blocks"] = max(options["num_blocks"], least)
+    return least
 
 
 def read_keys(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, float]]:
@@ -280,8 +345,14 @@ def sampling_of(tokenizer: Any) -> dict[str, Any]:
     return {name: read[name] for name in numbers if type(read.get(name)) in (int, float)}
 
 
-def make_engine(args: argparse.Namespace, options: dict[str, Any], settings: Settings) -> Engine:
-    """Load the model and make its engine."""
+def make_engine(
+    args: argparse.Namespace,
+    options: dict[str, Any],
+    settings: Settings,
+    bounds: Bounds | None,
+    memory: list[Memory],
+) -> Engine:
+    """Load the model and make its engine, and within bounds what resizes its pool."""
     from kvpool.adapters.mlx_lm import Engine, loading
     from kvpool.adapters.mlx_lm.shapes import max_positions
     from kvpool.config import format_nbytes
@@ -291,13 +362,22 @@ def make_engine(args: argparse.Namespace, options: dict[str, Any], settings: Set
         tokenizer.chat_template, tokenizer.has_chat_template = settings.chat_template, True
     settings.defaults.update(sampling_of(tokenizer) | settings.defaults)
     draft = load_draft_model(args, tokenizer)
-    running, size = options["max_running"], options["block_size"]
+    running, size, most = options["max_running"], options["block_size"], 0
     if options["num_blocks"] is None:
         most = blocks_in_memory(args, model, size, running, draft)
         longest = min(max_positions(model) or LONGEST, LONGEST)
-        options["num_blocks"] = most if args.memory else min(most, 1 + running * -(-longest // size))
-    speculate = proposer(num_drafts_of(args), draft, options["num_blocks"] * size, running)
+        is_fixed = args.memory not in (None, "auto") and bounds is None
+        options["num_blocks"] = most if is_fixed else min(most, 1 + running * -(-longest // size))
+    least = 0 if bounds is None else governed(args, bounds, options, model, most)
+    speculate = proposer(num_drafts_of(args), draft, max(most, options["num_blocks"]) * size, running)
     engine = Engine(model, tokenizer=tokenizer, speculate=speculate, **options)
+    if bounds is not None:
+        from kvpool.governor import Governor
+        from kvpool.serving.memory import Memory, unit_nbytes
+
+        sizes = least * unit_nbytes(engine), most * unit_nbytes(engine)
+        governor = Governor(*sizes, bounds.keep_free, idle_release=bounds.idle_release, yields=bounds.yields)
+        memory.append(Memory(governor, running))
     engine.wired_nbytes = fit_wired(args.wired)
     if engine.wired_nbytes:
         say(f"kvpool serve: {format_nbytes(engine.wired_nbytes)} of memory are wired at most")

@@ -6,6 +6,7 @@ holds all blocks of a long prompt at a time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import repeat
 from operator import add, attrgetter, mul, sub
 from typing import TYPE_CHECKING, NamedTuple
@@ -74,9 +75,12 @@ class Needs:
         self._growing = [int(columns > 0) for columns in self._columns]  # 1: an arena of blocks
         self.reserve = self.nothing.copy()  # blocks that every admission leaves: the pool's own watermark
         self.reserve[0] = options.watermark
-        stats = [pool.stats(arena) for arena in range(self.num_arenas)]
-        # Blocks that one request may have, if nobody else has any.
-        self.usable = [one.num_blocks - one.reserved - kept for one, kept in zip(stats, self.reserve, strict=True)]
+        self.usable = self.usable_of({})
+
+    def usable_of(self, num_blocks: Mapping[int, int]) -> list[int]:
+        """Return the blocks that one request may have, if nobody else has any, in arenas of other sizes."""
+        stats = enumerate(map(self._pool.stats, range(self.num_arenas)))
+        return [num_blocks.get(at, one.num_blocks) - one.reserved - self.reserve[at] for at, one in stats]
 
     def free(self) -> list[int]:
         """Return the blocks that a call could take now."""

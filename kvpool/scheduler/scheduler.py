@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from numpy import int32, int64
 from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
-from kvpool.errors import OutOfSequences, RequestRejected, UnknownRequest
+from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.scheduler import drafts, results
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
@@ -311,13 +311,35 @@ class Scheduler:
             yield "too_large", f"{tokens} tokens need {own} blocks, a sequence has at most {most}"
         if width > (most := min(core.max_running, pool.options.max_seqs)):
             yield "too_large", f"a beam of {width} sequences, {most} may run"
-        need = core.needs.beam(tokens, prompt, width) if width > 1 else blocks_alone(core, tokens)
+        need = self._need(request)
         arena = core.needs.short(need, core.needs.usable)
         if arena >= 0:
             text = f"{tokens} tokens{f' in a beam of {width}' if width > 1 else ''} need {need[arena]} "
             yield "too_large", f"{text}{core.needs.name(arena)}, the pool has {core.needs.usable[arena]}"
         if request.deadline is not None and request.deadline <= (now := core.clock()):
             yield "deadline", f"the deadline has passed ({request.deadline} <= {now})"
+
+    def require_fit(self, call: str, num_blocks: Mapping[int, int]) -> None:
+        """Raise OutOfBlocks if a request that has not ended could not run in arenas of so many blocks. O(requests)."""
+        core = self._core
+        usable = core.needs.usable_of(num_blocks)
+        for group in core.groups.values():
+            need = self._need(group.request)
+            arena = core.needs.short(need, usable)
+            if arena >= 0:
+                text = f"request {group.request.id!r} needs {need[arena]} {core.needs.name(arena)}"
+                counts = {"needed": need[arena], "short_by": need[arena] - usable[arena], "arena": arena}
+                raise OutOfBlocks(f"[{call}] {text}, {usable[arena]} would be left", **counts)
+
+    def resized(self) -> None:
+        """Take note that the pool has another size, see `Pool.resize`. No step is out."""
+        self._core.needs.usable = self._core.needs.usable_of({})
+
+    def _need(self, request: Request) -> list[int]:
+        """Return the most blocks of each arena that a request has at a time."""
+        core, prompt, width = self._core, len(request.prompt), request.beam_width
+        tokens = prompt + request.max_tokens - 1
+        return core.needs.beam(tokens, prompt, width) if width > 1 else blocks_alone(core, tokens)
 
     def _judge_queue(self, name: Hashable) -> None:
         queue, most = self._core.queue, self.places(name)
@@ -701,6 +723,10 @@ class Scheduler:
         if sequence is None:
             raise ValueError(f"[request_of] nothing runs in lane {lane}")
         return sequence.group.request
+
+    def waiting(self, most: int) -> list[Request]:
+        """Return the request of each sequence that waits, `most` of them."""
+        return [sequence.group.request for sequence in islice(self._core.queue, most)]
 
     def stats(self) -> SchedulerStats:
         """Return the counters, in O(1)."""

@@ -117,7 +117,7 @@ class Service:
             self._processes = Processes(made, tokenizer.split_special_tokens, AT_A_TIME, apart, weights)
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
         pool, is_known = self._engine.kv.pool, not settings.evicts and len(self._engine.kv.pool.options.groups) < 2
-        self._room = 1 + (pool.num_blocks - pool.stats().reserved) * pool.block_size if is_known else math.inf  # tokens
+        self._pool = pool if is_known else None
         self.is_draining, self.active = False, 0
         self.ids: set[str] = set()
         self.peers: Counter[Any] = Counter()
@@ -384,6 +384,12 @@ class Service:
         if isinstance(prompt, list):
             return len(prompt)
         return 1 if self._most_bytes is None else -(-len(prompt.encode()) // self._most_bytes)
+
+    @property
+    def _room(self) -> float:
+        """Tokens of the longest prompt and answer that the pool holds."""
+        pool = self._pool
+        return math.inf if pool is None else 1 + (pool.num_blocks - pool.options.reserved_blocks) * pool.block_size
 
     def _check_room(self, tokens: int, more: str = "") -> None:
         room = self._engine.max_model_len

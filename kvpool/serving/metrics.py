@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -10,7 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpool.adapters.mlx_lm.engine import Completion, Engine
-from kvpool.metrics import Collector
+from kvpool.metrics import Collector, Metric
+from kvpool.serving.memory import Memory
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
 THEIRS: dict[str, Callable[[Any], float]] = {  # of vLLM: statistics of the scheduler with the same meaning
@@ -49,20 +50,23 @@ class ServerMetrics:
 
         return note
 
-    def watch(self, engine: Engine) -> None:
-        """Add the statistics of an engine. After it failed, it has another scheduler."""
-        self._engine = engine
+    def watch(self, engine: Engine, memory: Sequence[Memory] = ()) -> None:
+        """Add the statistics of an engine, and of what resizes its pool. After it failed, it has another scheduler."""
+        self._engine, self._memory = engine, memory
         self._registry.register(self)
 
     def collect(self) -> Iterator[Any]:
         """Collect the metrics; the registry calls it."""
         engine = self._engine
-        yield from Collector(engine.kv.pool, engine.scheduler, engine.metrics).collect()
+        yield from Collector(engine.kv.pool, engine.scheduler, self._more).collect()
         stats, pool = engine.scheduler.stats(), engine.kv.pool.stats()
         for name, value in THEIRS.items():
             family = GaugeMetricFamily if "requests" in name else CounterMetricFamily
             yield family(name, "See vLLM.", value(stats))
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "See vLLM.", pool.used / (pool.num_blocks - pool.reserved))
+
+    def _more(self) -> list[Metric]:
+        return [*self._engine.metrics(), *(metric for one in self._memory for metric in one.metrics())]
 
     def ended(self, completion: Completion) -> None:
         """Count a completion."""

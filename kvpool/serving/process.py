@@ -11,7 +11,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.serving.app import Service, Settings
 from kvpool.serving.log import report
+from kvpool.serving.memory import Memory
 from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.runner import Runner
 
@@ -117,8 +118,9 @@ async def serve(
     sock: socket.socket,
     on_ready: Callable[[Engine], None],
     grace: float,
+    memory: Sequence[Memory] = (),
 ) -> int:
-    """Serve until a signal. Return how many blocks are still in use, -1 if the engine was lost.
+    """Serve until a signal. Return how many blocks are still in use, -1 if the engine was lost. `make` fills `memory`.
 
     After the first SIGTERM, SIGINT or SIGHUP, new requests get 503, and running ones have `grace` seconds to end. The
     second signal ends the process at once. While the model is loaded, the first one does: `make` may still run then.
@@ -144,7 +146,7 @@ async def serve(
     except OSError:
         await runner.stop()
         raise
-    metrics.watch(runner.engine)
+    metrics.watch(runner.engine, memory)
     service = Service(runner, settings, metrics)
     _Connection.service, _Connection.most, _Connection.all = service, settings.max_connections + SPARE, {}
     server = _server(service, metrics)
@@ -173,7 +175,8 @@ async def serve(
         sock.listen(BACKLOG)  # again: with uvicorn's, asyncio would try to accept as many in a row
         on_ready(runner.engine)
     loop.set_exception_handler(_shortage(sock))
-    beside = [asyncio.create_task(work) for work in (report(runner.engine), _Connection.look_after())]
+    works = (report(runner.engine), _Connection.look_after(), *(one.watch(runner) for one in memory))
+    beside = [*map(loop.create_task, works)]
     await serving
     for task in beside:
         task.cancel()

@@ -43,9 +43,73 @@ from kvpool.testing.filled import (
 )
 
 COMPACT_CASES: list[Case] = []
+RESIZE_CASES: list[Case] = []
 QUANTIZED_CASES: list[Case] = []
 STEP_CASES: list[Case] = []
 _compact, _quantized, _step = collector(COMPACT_CASES), collector(QUANTIZED_CASES), collector(STEP_CASES)
+
+
+_resize = collector(RESIZE_CASES)
+
+
+# ====================== other numbers of blocks
+
+
+def _resized(filled: Filled, num_blocks: int, moves: np.ndarray) -> None:
+    """Resize, and compare all bytes and the attention of the rows with those of before."""
+    backend, count = filled.backend, min(num_blocks, filled.backend.num_blocks)
+    due = everything(backend)
+    due[moves[:, 1]] = due[moves[:, 0]]
+    backend.resize(num_blocks, moves)
+    assert backend.num_blocks == num_blocks, f"num_blocks is {backend.num_blocks}, it was resized to {num_blocks}"
+    same_bytes(backend.export_blocks(np.arange(count)), due[:count], f"blocks of a pool of {num_blocks}")
+    where = dict(moves.tolist())
+    filled.tables[:] = [[where.get(block, block) for block in row] for row in filled.tables.tolist()]
+    backend.settle()
+
+
+@_resize
+def resized_pools_keep_what_stays(factory: Factory) -> None:
+    """Every layout and dtype: blocks move to the front, what others had is theirs, and the rows answer as before."""
+    layouts = capabilities_of(factory).layouts
+    for spec in specs(factory, dtypes=tuple(DTYPES), layouts=layouts, block_sizes=(1, 3, 8), layers=3):
+        filled = fill(factory, spec, [21, 30])
+        backend, size = filled.backend, filled.backend.num_blocks
+        for grown in (size + 1, 3 * size):
+            _resized(filled, grown, np.zeros((0, 2), np.int64))
+        backend.import_blocks([3 * size - 1], np.full((1, spec.block_nbytes), 1, np.uint8))
+        used = np.unique(np.concatenate([_table(filled, row) for row in range(len(filled.contexts))]))
+        end = max(len(used) + 1, 2)
+        targets = np.setdiff1d(np.arange(end), used)[::-1]
+        sources = used[used >= end]
+        _resized(filled, end, np.stack([sources, targets[: len(sources)]], axis=1))
+        _resized(filled, size, np.zeros((0, 2), np.int64))
+        for row, context in enumerate(filled.contexts):
+            for layer in range(spec.num_layers):
+                found = backend.gather(layer, _table(filled, row), context)
+                for got, was in zip(found, (filled.k, filled.v), strict=True):
+                    same = np.array_equal(backend.to_numpy(got), was[layer][row])
+                    assert same, f"row {row}, layer {layer} ({spec}, seed {SEED})"
+
+
+@_resize
+def wrong_resizes_are_refused_before_a_byte_changes(factory: Factory) -> None:
+    """No blocks, a source that stays, a target that leaves, one block twice."""
+    for spec in specs(factory):
+        backend = fill(factory, spec, [21, 30]).backend
+        size, before = backend.num_blocks, everything(backend)
+        for error, num_blocks, moves in (
+            (ValueError, 0, []),
+            (IndexError, size - 2, [[0, 1]]),
+            (IndexError, size - 2, [[size, 1]]),
+            (IndexError, size - 2, [[size - 1, size - 2]]),
+            (ValueError, size - 2, [[size - 1, 0], [size - 2, 0]]),
+            (ValueError, size - 2, [[size - 1, 0], [size - 1, 1]]),
+            (ValueError, size - 2, [[size - 1, 0, 1]]),
+        ):
+            refused(partial(backend.resize, num_blocks, moves), error, f"{num_blocks}, {moves}", "resize")
+        assert backend.num_blocks == size
+        same_bytes(everything(backend), before, "a refused resize")
 
 
 # ====================== compaction

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    AnyPlan,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    StepArrays,
+    checked_resize,
+    move_rows,
+)
 from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
 from kvpool_backends.checks import (
     block_ids,
@@ -60,6 +70,20 @@ def zeroed(shapes: Sequence[tuple[int, ...]], dtypes: Any, call: str = "zeroed")
         np.frombuffer(memory, dtype, prod(shape), first + begin).reshape(shape)
         for shape, dtype, begin in zip(shapes, kinds, begins, strict=True)
     ]
+
+
+def by_block(array: np.ndarray, layout: str | None) -> np.ndarray:
+    """A view of a base array whose first axis is the block."""
+    return np.moveaxis(array, 2, 0) if layout == "stacked" else array
+
+
+def _give_back(array: np.ndarray) -> None:
+    """Give the pages of an array of `zeroed` back. Nobody reads it any more."""
+    owner: Any = array
+    while isinstance(owner, (np.ndarray, memoryview)):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    begin = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+    owner.madvise(mmap.MADV_DONTNEED, begin, -(-array.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES)
 
 
 _STORED: dict[str, np.dtype[Any]] = {
@@ -162,13 +186,16 @@ class CPUBackend(StoredBlocks):
         num_threads: int | None = None,
     ) -> None:
         self.num_blocks = checked_storage("CPUBackend", self.capabilities, spec, num_blocks)
-        self.spec = spec = spec.in_layout(default_layout(isa))
-        if storage is None:
-            bases = base_arrays(spec, self.num_blocks)
-            arrays = zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], "CPUBackend")
-        else:
-            arrays = [checked_rows("CPUBackend", spec, self.num_blocks, storage)]
-        self.store = BlockStore(spec, self.num_blocks, arrays, isa=isa, num_threads=num_threads)
+        self.spec = spec.in_layout(default_layout(isa))
+        self._how: dict[str, Any] = {"isa": isa, "num_threads": num_threads}
+        self._arrays = self._memory("CPUBackend", self.num_blocks, storage)
+        self.store = BlockStore(self.spec, self.num_blocks, self._arrays, **self._how)
+
+    def _memory(self, call: str, num_blocks: int, storage: np.ndarray | None) -> list[np.ndarray]:
+        if storage is not None:
+            return [checked_rows(call, self.spec, num_blocks, storage)]
+        bases = base_arrays(self.spec, num_blocks)
+        return zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], call)
 
     def __repr__(self) -> str:
         return f"<CPUBackend of {self.spec.describe(self.num_blocks)}, {self.store.isa}>"
@@ -178,6 +205,15 @@ class CPUBackend(StoredBlocks):
 
     def to_numpy(self, x: np.ndarray) -> np.ndarray:
         return np.array(x, np.float32)
+
+    def resize(self, num_blocks: int, moves: Any, *, storage: np.ndarray | None = None) -> None:
+        size, moves = checked_resize(self.num_blocks, num_blocks, moves)
+        arrays = self._memory("resize", size, storage)
+        store = BlockStore(self.spec, size, arrays, **self._how)
+        for old, new in zip(self._arrays, arrays, strict=True) if storage is None else ():
+            move_rows(by_block(old, self.spec.layout), by_block(new, self.spec.layout), moves)
+            _give_back(old)
+        self._arrays, self.store, self.num_blocks = arrays, store, size
 
     # ---------------------------------------------------------------------- one step
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import Capabilities
+from kvpool.protocol import Capabilities, checked_resize, move_rows
 from kvpool.spec import KVSpec
 from kvpool_backends.checks import checked_rows, checked_storage
+from kvpool_backends.cpu.backend import by_block
 
 _log = logging.getLogger(__name__)
 
@@ -44,19 +46,48 @@ class PoolMemory:
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, alignment: int = 1) -> None:
-        self.arrays: list[mx.array] = []
-        made: set[tuple[str, int]] = set()
-        for layer in range(spec.num_layers if num_blocks else 0):
-            for plane in spec.stored_planes:
-                layout = spec.plane_layout(plane.name, num_blocks)
-                key = layout.array, layer if layout.per_layer else 0
-                if key not in made:
-                    made.add(key)
-                    dtype = "uint8" if spec.layout == "block" else plane.dtype
-                    self.arrays.append(_zeros(layout.shape, _STORED[dtype], alignment))
+        self._spec, self._alignment = spec, alignment
+        self.arrays: list[mx.array] = [
+            _zeros(shape, dtype, alignment) for shape, dtype in (self._shapes(num_blocks) if num_blocks else ())
+        ]
         mx.eval(self.arrays)
         self.num_copies = 0
         self._addresses = self.addresses()
+
+    def _shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+        found: dict[tuple[str, int], tuple[tuple[int, ...], mx.Dtype]] = {}
+        for layer, plane in product(range(self._spec.num_layers), self._spec.stored_planes):
+            layout = self._spec.plane_layout(plane.name, num_blocks)
+            dtype = "uint8" if self._spec.layout == "block" else plane.dtype
+            found.setdefault((layout.array, layer if layout.per_layer else 0), (layout.shape, _STORED[dtype]))
+        return list(found.values())
+
+    def resize(self, have: int, num_blocks: int, moves: np.ndarray) -> None:
+        """Give each array another number of blocks, one after the other; all or none. Nothing is queued on them."""
+        number = 0
+        try:
+            for number, kind in enumerate(self._shapes(num_blocks)):
+                self._replace(number, *kind, moves)
+        except BaseException:
+            for again, kind in enumerate(self._shapes(have)[:number]):
+                self._replace(again, *kind, moves[:, ::-1])
+            raise
+        finally:
+            self._addresses = self.addresses()
+
+    def _replace(self, number: int, shape: tuple[int, ...], dtype: mx.Dtype, moves: np.ndarray) -> None:
+        self._put(number, self._resized(self.arrays[number], shape, dtype, moves))
+        mx.clear_cache()  # the old memory goes to the system
+
+    def _put(self, number: int, array: mx.array) -> None:
+        self.arrays[number] = array
+
+    def _resized(self, old: mx.array, shape: tuple[int, ...], dtype: mx.Dtype, moves: np.ndarray) -> mx.array:
+        new = _zeros(shape, dtype, self._alignment)
+        mx.eval(new)
+        rows, room = (by_block(_memory_of(array), self._spec.layout) for array in (old, new))
+        move_rows(rows, room, moves)
+        return new
 
     def addresses(self, first: int = 0) -> list[int]:
         """Return the current address of each array from `first` on. Evaluates the work that is queued on it."""
@@ -95,6 +126,12 @@ def _address(array: mx.array) -> int:
     # Through the buffer protocol, which does not copy; ctypes does not look at the item format, so bfloat16
     # works too. The export ends with this expression.
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))  # type: ignore[arg-type]
+
+
+def _memory_of(array: mx.array) -> np.ndarray:
+    """The memory of an evaluated array, as unsigned integers: a view. The array has to stay."""
+    memory = (ctypes.c_char * array.nbytes).from_address(_address(array))
+    return np.frombuffer(memoryview(memory), f"u{array.dtype.size}").reshape(array.shape)
 
 
 class MemoryReport(NamedTuple):
@@ -155,6 +192,27 @@ class BaseBackend:
     def _allocate(self) -> None:
         """Make `_pool`."""
         raise NotImplementedError
+
+    def _place(self) -> None:
+        """Make what knows the number of blocks, or where the arrays of `_pool` are."""
+
+    def _release(self) -> None:
+        """Wait for all calls so far, and let go of the arrays of `_pool`."""
+        self._pool.settle()  # type: ignore[attr-defined]
+
+    def resize(self, num_blocks: int, moves: Any, *, storage: np.ndarray | None = None) -> None:
+        """Have another number of blocks, see `KVBackend.resize`. MLX's cache of buffers is given back."""
+        size, moves = checked_resize(self.num_blocks, num_blocks, moves)
+        rows = None if storage is None else checked_rows("resize", self.spec, size, storage)
+        self._release()
+        try:
+            if self._storage is None:
+                self._pool.resize(self.num_blocks, size, moves)
+            else:
+                self._storage = rows
+            self.num_blocks = size
+        finally:
+            self._place()
 
     def __repr__(self) -> str:
         return f"<MLXBackend of {self.spec.describe(self.num_blocks)}, route={self.route!r}>"

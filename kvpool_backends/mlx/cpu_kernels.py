@@ -61,9 +61,16 @@ class KernelBackend(StoredBlocks, BaseBackend):
     def _allocate(self) -> None:
         self.spec = self.spec.in_layout(default_layout())
         self._value_head_dim = self.spec.value_head_dim
-        given = [] if self._storage is None else [self._storage]
-        self._pool = PoolMemory(self.spec, 0 if given else self.num_blocks, alignment=_LINE_NBYTES)
-        self.store = BlockStore(self.spec, self.num_blocks, given or self._pool.arrays)
+        size = self.num_blocks if self._storage is None else 0
+        self._pool = PoolMemory(self.spec, size, alignment=_LINE_NBYTES)
+        self._place()
+
+    def _place(self) -> None:
+        given = self._pool.arrays if self._storage is None else [self._storage]
+        self.store = BlockStore(self.spec, self.num_blocks, given)
+
+    def _release(self) -> None:
+        del self.store
 
     # ------------------------------------------------------------------------------------------ one step
 

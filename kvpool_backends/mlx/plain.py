@@ -357,10 +357,29 @@ class PoolArrays(PoolMemory):
 
     def __init__(self, spec: KVSpec, num_blocks: int) -> None:
         super().__init__(spec, num_blocks)
-        self._spec = spec
         self.pack: Callable[[str, mx.array], list[mx.array]] = self._quantized
         count = len(spec.stored_planes)
         self.planes = [self.arrays[i : i + count] for i in range(0, len(self.arrays), count)]
+
+    def _put(self, number: int, array: mx.array) -> None:
+        super()._put(number, array)
+        self.planes[number // len(self.planes[0])][number % len(self.planes[0])] = array
+
+    def _resized(self, old: mx.array, shape: tuple[int, ...], dtype: mx.Dtype, moves: np.ndarray) -> mx.array:
+        sources, targets = (_int32(side) for side in moves.T)
+        if shape[0] > len(old):
+            new = mx.pad(old, [(0, shape[0] - len(old)), *((0, 0) for _ in shape[1:])])
+            if len(moves):  # of a resize that is taken back
+                new[targets] = old[sources]
+        else:
+            if len(moves):
+                rows = old[sources]
+                mx.eval(rows)
+                old[targets] = rows
+                del rows
+            new = mx.contiguous(old[: shape[0]])
+        mx.eval(new)
+        return new
 
     def sides(self, layer: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
         """Return the planes of the keys and of the values of a layer."""

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    AnyPlan,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    StepArrays,
+    checked_resize,
+    move_rows,
+)
 from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS, KVSpec
 from kvpool_backends.checks import (
     block_ids,
@@ -207,6 +217,17 @@ class NumpyBackend:
         for plane, columns in self._plane_columns():
             part = np.ascontiguousarray(data[:, columns]).view(plane.dtype)
             plane[ids] = part.reshape(ids.size, *plane.shape[1:])
+
+    def resize(self, num_blocks: int, moves: Any, *, storage: np.ndarray | None = None) -> None:
+        size, moves = checked_resize(self.num_blocks, num_blocks, moves)
+        rows = None if storage is None else checked_rows("resize", self.spec, size, storage)
+        found = _views(self.spec, size, rows)  # the system hands out its pages as they are filled
+        for layer, planes in enumerate(found if rows is None else ()):
+            for old, new in zip(self._planes[layer], planes, strict=True):
+                move_rows(old, new, moves)
+            self._planes[layer] = planes
+            del old
+        self._planes, self.num_blocks = found, size
 
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Nothing to compile here."""

@@ -89,7 +89,44 @@ class CountsTheGap(GroupStorage):
         return StepArrays(arrays.block_tables[:, :, column], plan.seq_lens, plan.cu_q_lens, arrays.slot_mapping[column])
 
 
+# ---------------------------------------------------------------------- other numbers of blocks
+
+
+class ForgetsAMove(NumpyBackend):
+    def resize(self, num_blocks, moves, **more):
+        super().resize(num_blocks, moves[1:], **more)
+
+
+class MovesBackwards(NumpyBackend):
+    """Brings the blocks in the order of their places."""
+
+    def resize(self, num_blocks, moves, **more):
+        moves = np.array(moves).reshape(-1, 2)
+        super().resize(num_blocks, np.stack([moves[:, 0], moves[::-1, 1]], axis=1), **more)
+
+
+class KeepsItsLength(NumpyBackend):
+    def resize(self, num_blocks, moves, **more):
+        have = self.num_blocks
+        super().resize(num_blocks, moves, **more)
+        self.num_blocks = have
+
+
+class KeepsALayer(NumpyBackend):
+    """Reads its last layer where it was, as a stale binding of the old memory does."""
+
+    def resize(self, num_blocks, moves, **more):
+        stale = self._planes[-1]
+        super().resize(num_blocks, moves, **more)
+        if len(moves):
+            self._planes[-1] = stale
+
+
 FAULTS = {
+    ForgetsAMove: "resized_pools_keep_what_stays",
+    MovesBackwards: "resized_pools_keep_what_stays",
+    KeepsItsLength: "resized_pools_keep_what_stays",
+    KeepsALayer: "resized_pools_keep_what_stays",
     WritesBeforeItCopies: "copies_writes_reads_happen_in_order",
     ZeroTimesWhatIsThere: "unused_slots_never_matter",
     ReadsThePlanLate: "calls_do_not_depend_on_the_plan_afterwards",

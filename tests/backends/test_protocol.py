@@ -10,7 +10,7 @@ from kvpool_backends.numpy import NumpyBackend
 SPEC = KVSpec(2, 2, 8, "float32", 4)
 VERBS = (
     *("prepare", "asarray", "to_numpy", "copy_blocks", "write", "attend", "gather", "zero"),
-    *("compact", "export_blocks", "import_blocks", "warmup", "read", "queued", "settle"),
+    *("compact", "resize", "export_blocks", "import_blocks", "warmup", "read", "queued", "settle"),
 )
 
 

@@ -187,7 +187,10 @@ def test_doctor_tells_versions_backends_and_memory(capsys):
     assert facts["core"]["compiled"] is True and lines["core"].startswith("compiled, ")
     assert facts["backends"]["numpy"] is None and lines["backend numpy"] == "works"
     assert isinstance(facts["metal"]["available"], bool)
-    assert 0 < facts["memory"]["available_nbytes"] <= facts["memory"]["total_nbytes"]
+    memory = facts["memory"]
+    assert 0 < memory["available_nbytes"] <= memory["total_nbytes"]
+    assert 0 <= memory["cache_nbytes"] <= max(0, memory["available_nbytes"] - memory["keep_free_nbytes"])
+    assert lines["serve --memory"].startswith("auto grows up to ")
 
 
 class Kernels:

@@ -418,6 +418,34 @@ class Engine:
         ended, self._ended = self._ended, []
         return ended
 
+    def resize(self, num_blocks: int) -> None:
+        """Have another number of blocks of tokens, between two steps. All requests go on and give the same tokens.
+
+        A step that was begun ahead is taken back and computed again. See `PagedKV.resize`.
+
+        Raises
+        ------
+        OutOfBlocks
+            What is in use, or a request that has not ended, does not fit. No request is changed.
+        RuntimeError
+            Called by a listener. State unchanged.
+        ValueError, CapacityExceeded, MemoryError
+            See `PagedKV.resize`. Every request is as before.
+        """
+        if self._is_delivering:
+            raise RuntimeError("[resize] a listener cannot resize the engine that it listens to")
+        sizes = self.kv.sizes("resize", num_blocks)
+        self.scheduler.require_fit("resize", sizes)
+        if self._flight is not None:
+            self._fail(self._flight.step)
+        try:
+            self.kv.resize(num_blocks)
+        finally:
+            self.scheduler.resized()
+            if self.kv.stored is not None:
+                for id in self.kv.stored.take_ended():
+                    self.scheduler.release(id)
+
     def _tell_events(self, listener: Callable[[list[Any]], object]) -> None:
         """Pass the events of the prefix cache on. Who gets them must not end requests."""
         try:

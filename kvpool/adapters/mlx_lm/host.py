@@ -34,7 +34,7 @@ from kvpool.group_storage import BlockRows, GroupStorage
 from kvpool.groups import Group
 from kvpool.protocol import KVBackend
 from kvpool.scheduler.needs import Needs
-from kvpool.spec import KVSpec
+from kvpool.spec import KVSpec, checked_int
 from kvpool.store import BlockStore
 
 
@@ -160,7 +160,9 @@ def install(
         pool = layout.make_pool(num_blocks, block_size, max_seqs, caches, evicts=policy is not None, events=events)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
-    return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
+    made = paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
+    made.owns_pool = num_blocks is not None
+    return made
 
 
 def _shape(model: Any, eviction: Any) -> ModelShape:
@@ -176,6 +178,7 @@ def _shape(model: Any, eviction: Any) -> ModelShape:
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
     backends: Sequence[KVBackend] = ()
     blocks: Sequence[Any] = ()
+    held = None
     if layout.specs:
         held = GroupStorage(storage, pool, layout.stored)
         backends, blocks = held.backends, held.stores
@@ -188,7 +191,9 @@ def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: 
                 f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, "
                 "a block of this model holds one checkpoint; or prefix_cache=False"
             ) from None
-    return PagedKV(model, pool, layout, backends, blocks, **kept)
+    made = PagedKV(model, pool, layout, backends, blocks, **kept)
+    made.storage = held
+    return made
 
 
 def layout_on(
@@ -384,6 +389,10 @@ class PagedKV:
         What moves blocks from and to the store.
     passes : Passes
         What the batches of the model share.
+    owns_pool : bool
+        Whether `install` has made the pool, so that `resize` may change it.
+    storage : GroupStorage or None
+        What has the backends. None if no layer has keys and values.
     prefix_cache : bool
         Whether `fetch` and `commit` work.
     namespace : bytes
@@ -412,6 +421,8 @@ class PagedKV:
         self.backend: Any = self.backends[0] if self.backends else None
         self.layout = layout
         self.arenas = tuple(arenas)
+        self.owns_pool = False
+        self.storage: GroupStorage | None = None
         self._blocks: list[tuple[Hook, tuple[Site, ...], ExitStack]] = []  # that are entered, and what undoes each
         self._why_gather = why_gather
         self.num_layers = len(layout.leaves)
@@ -704,6 +715,44 @@ class PagedKV:
         return [{block for block in blocks if block >= self.pool.options.reserved_blocks} for blocks in held]
 
     # ------------------------------------------------------------------------- one forward pass at a time
+
+    def resize(self, num_blocks: int) -> None:
+        """Give the pool and its storage room for `num_blocks` blocks of tokens, between two forward passes.
+
+        Caches keep their tokens. A smaller pool evicts from the prefix cache first. Prefixes on their way from the
+        store are given up. The longest sequence stays what it was. Memory that goes is given back to the system,
+        MLX's cache of buffers too. O(bytes of the blocks that stay).
+
+        Raises
+        ------
+        OutOfBlocks, PlanStateError
+            What is in use does not fit; a forward pass is in progress. The pool and its storage are unchanged.
+        ValueError, CapacityExceeded
+            See `Pool.resize`; or the pool is not this object's alone. State unchanged.
+        MemoryError, RuntimeError
+            No memory for more blocks. Caches are as before.
+        """
+        sizes = self.sizes("resize", num_blocks)
+        self.settle()
+        with self.lock:
+            if self.stored is not None:
+                self.stored.end_loads()
+            if self.storage is not None:
+                moves = self.storage.resize(sizes)
+            else:
+                moves = self.pool.resize(sizes)
+                for store in self.arenas:
+                    store.resize(sizes[0], moves[0])
+            if self.stored is not None:
+                self.stored.moved(moves)
+        mx.clear_cache()
+
+    def sizes(self, call: str, num_blocks: int) -> dict[int, int]:
+        """Return the blocks of each arena for `num_blocks` blocks of tokens. ValueError unless `resize` may change."""
+        if not self.owns_pool:
+            raise ValueError(f"[{call}] the pool was given to install, others may hold blocks of it")
+        size = checked_int(call, "num_blocks", num_blocks, least=2)
+        return dict(enumerate(self.layout.sizes(size)))
 
     def settle(self) -> int:
         """Wait for MLX and count the pool arrays that it has copied since the last call, see `KVBackend.settle`.

@@ -146,6 +146,12 @@ class Layout:
         """Return the blocks of an arena that one block of tokens takes in all its groups."""
         return sum(group.columns for group in self.groups if group.kind != "state" and group.arena == arena) or 1
 
+    def sizes(self, num_blocks: int) -> list[int]:
+        """Return the blocks of each arena in a pool with room for `num_blocks` blocks of tokens, see `make_pool`."""
+        if not self.specs:
+            return [min(num_blocks, 1 + MOST_CHECKPOINTS)]
+        return [1 + (num_blocks - 1) * self.columns(arena) for arena in range(len(self.block_nbytes))]
+
     def make_pool(
         self,
         num_blocks: int,
@@ -160,9 +166,7 @@ class Layout:
         A prefix cache is of use where `can_restore`, and a checkpoint is smaller than the pool. `evicts`: a sequence
         may be longer than what it holds. With states only the pool has at most `MOST_CHECKPOINTS` blocks for them.
         """
-        sizes = [1 + (num_blocks - 1) * self.columns(arena) for arena in range(len(self.block_nbytes))]
-        if not self.specs:
-            sizes[0] = min(num_blocks, 1 + MOST_CHECKPOINTS)
+        sizes = self.sizes(num_blocks)
         groups, seen = [], {0}
         for group in self.groups:
             if group.kind == "state":

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,6 +144,7 @@ class _Save:
     parts: list[Part]
     names: tuple[Blocks, ...] = ()
     lacking: deque[Part] | None = None
+    moves: list[dict[int, dict[int, int]]] = field(default_factory=list)  # of each resize since: arena, from, to
 
 
 class _Worker:
@@ -466,12 +467,21 @@ class StoredPrefixes:
 
     def let_go(self) -> None:
         """Give back the blocks that loads and saves hold."""
-        for load in list(self._loads.values()):
-            self._count(dropped_loads=1)
-            self._end(load, self._usable(load))
+        self.end_loads()
         while self._saves:
             self._count(dropped_saves=1)
             self._pool.close(self._saves.popleft().handle)
+
+    def end_loads(self) -> None:
+        """End all loads with what has come so far."""
+        for load in list(self._loads.values()):
+            self._count(dropped_loads=1)
+            self._end(load, self._usable(load))
+
+    def moved(self, moves: Mapping[int, np.ndarray]) -> None:
+        """Note where `Pool.resize` has put the blocks that saves hold. `moves`: int32 ``[K, 2]`` of each arena."""
+        for save in self._saves:  # the writer may be reading their parts
+            save.moves.append({arena: dict(pairs.tolist()) for arena, pairs in moves.items()})
 
     # -- saves
 
@@ -565,7 +575,11 @@ class StoredPrefixes:
 
     def _export_one(self, save: _Save, part: Part, nbytes: int) -> None:
         began = time.monotonic()
-        rows = self._arenas[part.arena].export_blocks(part.ids.ravel()).reshape(len(part.at), -1)
+        ids = part.ids.ravel().tolist()
+        for moves in save.moves:
+            where = moves.get(part.arena, {})
+            ids = [where.get(id, id) for id in ids]
+        rows = self._arenas[part.arena].export_blocks(np.array(ids, np.int64)).reshape(len(part.at), -1)
         seconds = time.monotonic() - began
         self._export.add(nbytes, seconds)
         self._credit -= seconds

@@ -47,10 +47,21 @@ class NativeBackend(KernelBackend):
         module = loading.load()
         if module is None:
             raise BackendUnavailable(f"[MLXBackend] the native extension is not there: {loading.status()['why']}")
-        super()._allocate()
         self._module = module
-        self._lazy = InPlacePool(module, self.spec, self.num_blocks, self._pool, isa=self.store.isa)
+        super()._allocate()
         self._plain_attention: dict[float, Any] = {}
+
+    def _place(self) -> None:
+        super()._place()
+        self._lazy = self._chained()
+
+    def _chained(self) -> InPlacePool:
+        return InPlacePool(self._module, self.spec, self.num_blocks, self._pool, isa=self.store.isa)
+
+    def _release(self) -> None:
+        self.settle()
+        del self._lazy  # it has handles of the arrays
+        super()._release()
 
     # ------------------------------------------------------------------------------------------ one step
 

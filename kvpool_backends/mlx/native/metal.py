@@ -67,16 +67,19 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
     def _allocate(self) -> None:
         super()._allocate()
         self._notes = not self.describes_each and has_metal() and self._metal_kernel in (None, mx.fast.metal_kernel)
-        if has_metal():
-            self._lazy = InPlacePool(
-                self._module,
-                self.spec,
-                self.num_blocks,
-                self._pool,
-                isa=self.store.isa,
-                on_gpu=True,
-                metal=metal_texts(self._module, self.spec),
-            )
+
+    def _chained(self) -> InPlacePool:
+        if not has_metal():
+            return super()._chained()
+        return InPlacePool(
+            self._module,
+            self.spec,
+            self.num_blocks,
+            self._pool,
+            isa=self.store.isa,
+            on_gpu=True,
+            metal=metal_texts(self._module, self.spec),
+        )
 
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> Sequence[mx.array]:
         return self._lazy.read(layer, kernel)

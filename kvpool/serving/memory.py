@@ -1,0 +1,139 @@
+"""Gives memory back to others, and takes it again: `kvpool.governor` decides, `Memory` looks and resizes."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import math
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.config import available_memory_nbytes, format_nbytes, memory_pressure
+from kvpool.governor import KEEP, Governor, Holder, Machine
+from kvpool.metrics import Metric, gauge
+
+if TYPE_CHECKING:
+    from kvpool.serving.runner import Runner
+
+SECONDS = 1.0  # between two looks
+_log = logging.getLogger(__name__)
+
+
+class Memory:
+    """Resizes the pool of an engine, and says why in the log and the metrics.
+
+    Parameters
+    ----------
+    governor : Governor
+    max_running : int
+        Samples that run at a time, at most.
+    """
+
+    def __init__(self, governor: Governor, max_running: int) -> None:
+        self.governor = governor
+        self._max_running = max_running
+        self._seen, self._size, self._said = Machine(0.0, 0), 0, KEEP
+        self._resizes: Counter[str] = Counter()
+
+    async def watch(self, runner: Runner) -> None:
+        """Look once a second, between two steps of the engine."""
+        while True:
+            await asyncio.sleep(SECONDS)
+            if runner.failure is None:
+                await runner.ask(self.look)
+
+    def look(self, engine: Engine) -> None:
+        """Look at the machine, and resize if it is time. Only the thread of the engine may call it."""
+        self._seen = seen()
+        before = self._holder(engine)
+        decision = self.governor.decide(self._seen, [before])
+        if decision.size != before.size:
+            self._resize(engine, decision.size, before.unit)
+        if decision.frees_buffers:
+            give_back()
+        self._size = size = self._holder(engine).size
+        if size != before.size:
+            self._resizes[decision.reason] += 1
+        if size != before.size or decision.reason not in (self._said, KEEP):
+            told = {
+                "reason": decision.reason,
+                "before": format_nbytes(before.size),
+                "after": format_nbytes(size),
+                "available": format_nbytes(self._seen.available),
+                "keep_free": format_nbytes(self.governor.reserve),
+            }
+            _log.info("memory", extra={"told": told})
+            self._said = decision.reason
+
+    def _resize(self, engine: Engine, nbytes: int, unit: int) -> None:
+        """Have so many bytes, or as few more as running requests need: the scheduler preempts those that grow."""
+        layout, pool = engine.kv.layout, engine.kv.pool
+        arenas = range(len(layout.block_nbytes))
+        used = max(-(-pool.stats(arena).used // layout.columns(arena)) for arena in arenas)
+        num_blocks = max(nbytes // unit, 2 + used)
+        if num_blocks == pool.num_blocks:
+            return
+        try:
+            engine.resize(num_blocks)
+        except (
+            MemoryError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # blocks that a store loads, no memory; state unchanged
+            _log.info("memory: the pool stays as it is: %s", error)
+
+    def _holder(self, engine: Engine) -> Holder:
+        layout, pool, scheduler = engine.kv.layout, engine.kv.pool, engine.scheduler
+        arenas = [(pool.stats(arena), nbytes) for arena, nbytes in enumerate(layout.block_nbytes)]
+        unit = unit_nbytes(engine)
+        lanes = max(0, self._max_running - len(scheduler.handles))
+        tokens = sum(len(one.prompt) + one.max_tokens for one in scheduler.waiting(lanes))
+        return Holder(
+            "pool",
+            sum(stats.num_blocks * nbytes for stats, nbytes in arenas) // unit * unit,
+            sum(stats.used * nbytes for stats, nbytes in arenas),
+            sum(stats.evictable * nbytes for stats, nbytes in arenas),
+            -(-tokens // pool.block_size) * unit,
+            unit=unit,
+        )
+
+    def metrics(self) -> list[Metric]:
+        """Return what it saw last, and how often it has resized. Any thread may ask."""
+        values = {
+            "held": (self._size, "Bytes of the pool."),
+            "limit": (self.governor.limit, "Bytes that the pool might take now."),
+            "available": (self._seen.available, "Bytes of the machine that are available."),
+            "buffers": (self._seen.buffers, "Bytes of freed arrays that MLX keeps."),
+        }
+        found = [gauge(f"kvpool_memory_{name}_bytes", text, value) for name, (value, text) in values.items()]
+        found.append(gauge("kvpool_memory_pressure", "1 normal, 2 warning, 4 critical.", self._seen.pressure))
+        samples = tuple(({"reason": reason}, count) for reason, count in self._resizes.items())
+        return [*found, Metric("kvpool_memory_resizes_total", "counter", "Resizes of the pool, by reason.", samples)]
+
+
+def unit_nbytes(engine: Engine) -> int:
+    """Return the bytes of a block of tokens in all layers."""
+    layout = engine.kv.layout
+    return sum(layout.columns(arena) * nbytes for arena, nbytes in enumerate(layout.block_nbytes))
+
+
+def seen() -> Machine:
+    """Return what the machine and MLX say now."""
+    most = mx.device_info()["max_recommended_working_set_size"] if mx.metal.is_available() else math.inf
+    buffers, active = mx.get_cache_memory(), mx.get_active_memory()
+    return Machine(time.monotonic(), available_memory_nbytes(), memory_pressure(), buffers, active, float(most))
+
+
+def give_back() -> None:
+    """Free the arrays that MLX keeps, and what glibc keeps of freed memory."""
+    mx.clear_cache()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl
+        if trim is not None:
+            trim(0)

@@ -1,0 +1,164 @@
+"""`Engine.resize` between two steps: every request goes on, and gives the tokens of a pool that is never resized."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from mlx_models import computing_on_cpu, random_prompts
+
+from benchmarks import tiny_families
+from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.errors import OutOfBlocks
+from kvpool.store import MemoryStore
+from kvpool_backends.numpy import NumpyBackend
+
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
+ROUTES = {
+    "kernels": {"kernels": True},
+    "plain": {"kernels": False},
+    "numpy": {"backend": "numpy"},
+    "cpu": {"backend": "cpu"},
+    "quantized": {"kernels": True, "kv_bits": 8, "quant_group_size": 32},
+}
+SIZES = (110, 160, 120, 400, 130)  # blocks of 4 tokens; those of the requests together are more
+NUM_REQUESTS = 17
+SMALL = {"block_size": 4, "max_running": 4, "max_step_tokens": 64, "prefill_chunk": 32}
+
+
+@pytest.fixture(scope="module", params=("tiny", "gemma3_text", "qwen3_5"), ids=["llama", "gemma3", "qwen3_5"])
+def model(request):
+    return (tiny.make() if request.param == "tiny" else tiny_families.make(request.param))[0]
+
+
+def ballast_of(pool):
+    """A sequence that holds the first blank blocks, if it finds so many: what comes lies behind, and has to move."""
+    try:
+        return [pool.open(480)]
+    except OutOfBlocks:
+        return []
+
+
+def answers(engine, times=0):
+    """Tokens of all requests, which share prefixes, with so many resizes in between; and how many blocks moved."""
+    prompts = [(prompt % 200).tolist() for prompt in map(np.asarray, random_prompts([9, 30, 17, 41] * 5, seed=5))]
+    prompts = [prompts[1] + one if at % 3 == 0 else one for at, one in enumerate(prompts[:NUM_REQUESTS])]
+    sizes, ids, done, moved = [SIZES[at % len(SIZES)] for at in range(times)], [], {}, []
+    resize = engine.kv.storage.resize
+    engine.kv.storage.resize = lambda sizes: moved.append(resize(sizes)) or moved[-1]
+    for at, prompt in enumerate(prompts):
+        seeded = {"temperature": 1.0, "seed": at} if at % 2 else {}
+        ids.append(engine.submit(prompt, max_tokens=9 + at % 5, **seeded))
+    ballast = ballast_of(engine.kv.pool)
+    while engine.num_unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+        if sizes:
+            engine.kv.pool.close(ballast)
+            engine.resize(sizes.pop(0))
+            ballast = ballast_of(engine.kv.pool)
+            engine.scheduler.check()
+    engine.kv.pool.close(ballast)
+    assert not sizes, "the requests ended before the resizes"
+    return [done[id].tokens.tolist() for id in ids], sum(len(pairs) for one in moved for pairs in one.values())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_tokens_between_resizes_are_those_of_a_fixed_pool(model, route):
+    how = {**SMALL, **ROUTES[route]}
+    try:
+        fixed = Engine(model, 400, **how)
+    except ValueError as error:
+        pytest.skip(str(error))
+    with fixed as engine:
+        expected, _ = answers(engine)
+    with Engine(model, 200, **how) as engine:
+        found, moved = answers(engine, 50)
+        assert found == expected
+        assert moved > 30  # blocks
+        engine.kv.pool.check()
+
+
+class ForgetsAMove(NumpyBackend):
+    """Does not bring the first block that moves."""
+
+    def resize(self, num_blocks, moves, **more):
+        super().resize(num_blocks, moves[1:], **more)
+
+
+def test_backend_that_forgets_a_move_gives_other_tokens():
+    model = tiny.make()[0]
+    with Engine(model, 400, backend="numpy", **SMALL) as engine:
+        expected, _ = answers(engine)
+    with Engine(model, 200, backend=ForgetsAMove, **SMALL) as engine:
+        found, moved = answers(engine, 50)
+        assert moved
+        assert found != expected
+
+
+def test_resize_below_what_is_live_changes_nothing(model):
+    with Engine(model, 200, max_running=4) as engine:
+        ids = [engine.submit(list(range(1, 130)), max_tokens=8, seed=1) for _ in range(3)]
+        for _ in range(3):
+            engine.step()
+        before = engine.kv.pool.digest(), engine.kv.pool.num_blocks
+        with pytest.raises(OutOfBlocks, match=r"\[resize\] request .* needs .* would be left"):
+            engine.resize(4)
+        with pytest.raises(ValueError, match=r"\[resize\] num_blocks is 1, the range is 2"):
+            engine.resize(1)
+        assert (engine.kv.pool.digest(), engine.kv.pool.num_blocks) == before
+        while engine.num_unfinished:
+            engine.step()
+        assert len(ids) == 3
+        engine.scheduler.check()
+
+
+def test_listener_cannot_resize_the_engine_that_it_listens_to():
+    said = []
+
+    def listen(_):
+        with pytest.raises(RuntimeError, match=r"\[resize\] a listener") as caught:
+            engine.resize(90)
+        said.append(caught)
+
+    with Engine(tiny.make()[0], 80) as engine:
+        engine.generate([1, 2, 3], max_tokens=2, on_token=listen)
+    assert len(said) == 2
+
+
+def test_given_pool_is_not_resized():
+    model = tiny.make()[0]
+    with Engine(model, 80) as engine, Engine(model, pool=engine.kv.pool) as other:
+        with pytest.raises(ValueError, match=r"\[resize\] the pool was given to install"):
+            other.resize(90)
+        assert engine.kv.pool.num_blocks == 80
+
+
+def test_prefixes_saved_and_loaded_between_resizes_have_their_bytes(model):
+    """Saves hold blocks that move; loads end; what the store has serves an engine that never resizes."""
+    made = []
+
+    def keeping(layout):
+        made.append(MemoryStore(layout, 2**28))
+        return made[0]
+
+    engine_of = partial(Engine, model, **SMALL)
+    with engine_of(400) as engine:
+        expected, _ = answers(engine)
+    with engine_of(200, store=keeping) as engine:
+        assert answers(engine, 50)[0] == expected
+        for number in range(400):
+            if not engine.is_saving:
+                break
+            engine.step()
+            engine.resize(SIZES[number % len(SIZES)])
+        assert engine.kv.stored.stats().saved_blocks
+        held = dict(made[0]._held)
+    made.clear()
+
+    def again(layout):
+        made.append(MemoryStore(layout, 2**28))
+        made[0]._held.update(held)
+        return made[0]
+
+    with engine_of(400, store=again) as engine:
+        assert answers(engine)[0] == expected
+        assert engine.kv.stored.stats().loads
