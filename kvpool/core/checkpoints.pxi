@@ -17,13 +17,6 @@ cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
         b.num_evictable += 1
 
 
-cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:
-    """The line of a checkpoint that may leave: see `Tree.listed`."""
-    if t.checkpoint[m].aside:
-        return &t.keeping.checkpoints[checkpoint_rank(t, m)]
-    return &t.listed[t.checkpoint[m].was_hit]
-
-
 cdef void checkpoint_unlist(Tree* t, int32_t m) noexcept nogil:
     """A checkpoint may not leave."""
     if t.checkpoint[m].listed:

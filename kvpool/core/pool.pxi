@@ -415,8 +415,9 @@ cdef class Pool:
         TypeError
             `reserve`, `load` or `again` is no bool, `keep` no `Keep`. State unchanged.
         ValueError
-            A `keep` without a prefix cache. A `cut` without a prompt or a prefix cache, with `load`, or behind the prompt; `reserve=False` with a count
-            or with `load`; a `load` that no hit could be made of, where some group is not full. State unchanged.
+            A `keep` without a prefix cache. A `cut` without a prompt or a prefix cache, with `load`, or behind the
+            prompt; `reserve=False` with a count or with `load`; a `load` that no hit could be made of, where some group
+            is not full. State unchanged.
 
         Notes
         -----

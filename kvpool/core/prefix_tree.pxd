@@ -228,7 +228,23 @@ cdef inline int32_t* checkpoint_bundle(const Tree* t, int32_t m) noexcept nogil:
     return t.bundle + <int64_t>m * t.bundle_size
 
 
+cdef inline int32_t checkpoint_rank(const Tree* t, int32_t m) noexcept nogil:
+    """The priority of a checkpoint is that of its node."""
+    return t.node[t.checkpoint[m].node].rank if t.checkpoint[m].node != NO_NODE else 0
+
+
+cdef inline int32_t num_listed(const Tree* t) noexcept nogil:
+    """Checkpoints that may leave."""
+    return t.listed[0].size + t.listed[1].size + (t.keeping.num_checkpoints if t.keeping != NULL else 0)
+
+
 cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil
+cdef void keeping_free(Tree* t) noexcept nogil
+cdef void keeping_reset(Keeping* k) noexcept nogil
+cdef bint evict_aside(Groups* gs, int32_t rank, bint has_units, bint has_checkpoints) noexcept nogil
+cdef bint evict_kept(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil
+cdef uint64_t keeping_fingerprint(const Tree* t, uint64_t h) noexcept nogil
+cdef bint check_keeping(const Tree* t, int32_t* seen, char* finding) noexcept nogil
 cdef void node_passes_on(Tree* t, int32_t n) noexcept nogil
 cdef void node_let_go(Tree* t, int32_t n) noexcept nogil
 cdef void unit_set_aside(Tree* t, int32_t n) noexcept nogil

@@ -214,6 +214,13 @@ cdef inline void line_remove(Line* line, Link* link, int32_t i) noexcept nogil:
     line.size -= 1
 
 
+cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:
+    """The line of a checkpoint that may leave: see `Tree.listed`."""
+    if t.checkpoint[m].aside:
+        return &t.keeping.checkpoints[checkpoint_rank(t, m)]
+    return &t.listed[t.checkpoint[m].was_hit]
+
+
 cdef void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcept nogil:
     """Put i behind `before`; NO_NODE: at the head, which leaves first."""
     cdef int32_t after = line.head if before == NO_NODE else link[before].next

@@ -51,16 +51,6 @@ cdef void keeping_reset(Keeping* k) noexcept nogil:
 
 # ---- what is set aside -------------------------------------------------------------------------------------
 
-cdef inline int32_t checkpoint_rank(const Tree* t, int32_t m) noexcept nogil:
-    """The priority of a checkpoint is that of its node."""
-    return t.node[t.checkpoint[m].node].rank if t.checkpoint[m].node != NO_NODE else 0
-
-
-cdef inline int32_t num_listed(const Tree* t) noexcept nogil:
-    """Checkpoints that may leave."""
-    return t.listed[0].size + t.listed[1].size + (t.keeping.num_checkpoints if t.keeping != NULL else 0)
-
-
 cdef void unit_set_aside(Tree* t, int32_t n) noexcept nogil:
     """The unit of a node, which is in no line, leaves as the last of those that were set aside with its priority."""
     cdef Line* line = &t.keeping.units[t.node[n].rank]

@@ -72,11 +72,6 @@ def zeroed(shapes: Sequence[tuple[int, ...]], dtypes: Any, call: str = "zeroed")
     ]
 
 
-def by_block(array: np.ndarray, layout: str | None) -> np.ndarray:
-    """A view of a base array whose first axis is the block."""
-    return np.moveaxis(array, 2, 0) if layout == "stacked" else array
-
-
 def _give_back(array: np.ndarray) -> None:
     """Give the pages of an array of `zeroed` back. Nobody reads it any more."""
     owner: Any = array
@@ -211,7 +206,7 @@ class CPUBackend(StoredBlocks):
         arrays = self._memory("resize", size, storage)
         store = BlockStore(self.spec, size, arrays, **self._how)
         for old, new in zip(self._arrays, arrays, strict=True) if storage is None else ():
-            move_rows(by_block(old, self.spec.layout), by_block(new, self.spec.layout), moves)
+            move_rows(old, new, moves)
             _give_back(old)
         self._arrays, self.store, self.num_blocks = arrays, store, size
 

@@ -17,7 +17,6 @@ import numpy as np
 from kvpool.protocol import Capabilities, checked_resize, move_rows
 from kvpool.spec import KVSpec
 from kvpool_backends.checks import checked_rows, checked_storage
-from kvpool_backends.cpu.backend import by_block
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +84,7 @@ class PoolMemory:
     def _resized(self, old: mx.array, shape: tuple[int, ...], dtype: mx.Dtype, moves: np.ndarray) -> mx.array:
         new = _zeros(shape, dtype, self._alignment)
         mx.eval(new)
-        rows, room = (by_block(_memory_of(array), self._spec.layout) for array in (old, new))
-        move_rows(rows, room, moves)
+        move_rows(_memory_of(old), _memory_of(new), moves)
         return new
 
     def addresses(self, first: int = 0) -> list[int]:

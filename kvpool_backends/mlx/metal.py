@@ -110,11 +110,6 @@ class MetalAttention(_Storage):
         self._long_chunk = long_chunk(self.spec)
         self._asked: dict[tuple[int, tuple[str, ...]], AttentionOptions] = {}  # by query heads and features
 
-    def _place(self) -> None:
-        super()._place()
-        if hasattr(self, "_kernels"):  # else `_allocate` makes them
-            self._kernels.resize(self.num_blocks)
-
     def _on_pool(self, layer: int, kernel: Callable[..., list[mx.array]]) -> Sequence[mx.array]:
         """Return ``kernel(k_pool, v_pool)`` on the planes of a layer, ordered with its writes."""
         raise NotImplementedError

@@ -436,11 +436,6 @@ class MetalKernels:
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
         self._built: dict[str, Kernel] = {}
 
-    def resize(self, num_blocks: int) -> None:
-        """Launch on pools of another number of blocks from now on: heads of layout "stacked" are so far apart."""
-        self.num_blocks = num_blocks
-        self._layouts.clear()
-
     def attend(
         self,
         layer: int,

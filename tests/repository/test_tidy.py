@@ -24,7 +24,7 @@ READ_BY_USERS = ("kvpool", "kvpool_backends", "metal", "docs", "examples", "benc
 CORE_ORDER = (
     *("types", "memory", "lock", "sha256", "args"),  # C functions on structs
     *("blocks", "names", "sequence", "events", "prefix", "groups", "wire", "step", "audit"),
-    *("prefix_tree", "checkpoints", "prefix_rows"),
+    *("prefix_tree", "retention", "checkpoints", "prefix_rows"),
     *("refuse", "state", "block_calls", "sequence_calls", "plan"),  # calls of a pool, in C, and classes for Python
     *("prefix_calls", "step_calls", "evict_calls", "resize", "keys", "pool"),
 )

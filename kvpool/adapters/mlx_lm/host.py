@@ -152,17 +152,15 @@ def install(
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     storage = partial(make_storage, backend=backend, kernels=kernels)
-    size = block_size if pool is None else pool.block_size
-    layout = _layout(_shape(model, eviction), size, pool, prefix_cache, eviction, storage, quantization)
+    layout = _layout(_shape(model, eviction), block_size, pool, prefix_cache, eviction, storage, quantization)
     policy = None if isinstance(eviction, SlidingWindow) else eviction
     if num_blocks is not None:
         caches = prefix_cache and layout.can_restore
         pool = layout.make_pool(num_blocks, block_size, max_seqs, caches, evicts=policy is not None, events=events)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
-    made = paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
-    made.owns_pool = num_blocks is not None
-    return made
+    owns = num_blocks is not None
+    return paged(pool, owns, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
 
 
 def _shape(model: Any, eviction: Any) -> ModelShape:
@@ -175,7 +173,9 @@ def _shape(model: Any, eviction: Any) -> ModelShape:
     return shape.sliding(eviction)
 
 
-def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
+def _paged(
+    model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, owns: bool = False, **kept: Any
+) -> PagedKV:
     backends: Sequence[KVBackend] = ()
     blocks: Sequence[Any] = ()
     held = None
@@ -192,7 +192,7 @@ def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: 
                 "a block of this model holds one checkpoint; or prefix_cache=False"
             ) from None
     made = PagedKV(model, pool, layout, backends, blocks, **kept)
-    made.storage = held
+    made.storage, made.owns_pool = held, owns
     return made
 
 
@@ -217,7 +217,8 @@ def _layout(
 ) -> Layout:
     """Return how the caches of a model are held: in one full group where a given pool has no other."""
     keeps_all = pool is not None and pool.options.groups == (Group.full(),) and not isinstance(eviction, SlidingWindow)
-    layout = layout_on(storage, model, block_size, keeps_all, **quantization)
+    size = block_size if pool is None else pool.block_size
+    layout = layout_on(storage, model, size, keeps_all, **quantization)
     if isinstance(eviction, Policy):
         layout.evicting("install", eviction)
     if pool is not None:
@@ -720,7 +721,7 @@ class PagedKV:
         """Give the pool and its storage room for `num_blocks` blocks of tokens, between two forward passes.
 
         Caches keep their tokens. A smaller pool evicts from the prefix cache first. Prefixes on their way from the
-        store are given up. The longest sequence stays what it was. Memory that goes is given back to the system,
+        store are not waited for. The longest sequence stays what it was. Memory that goes is given back to the system,
         MLX's cache of buffers too. O(bytes of the blocks that stay).
 
         Raises
