@@ -24,6 +24,7 @@ SOURCE = (".py", ".pyx", ".pxd", ".pxi", ".pyi", ".h", ".c", ".cpp", ".metal")
 LAYERS = (
     (
         *("kvpool.errors", "kvpool.stats", "kvpool.groups", "kvpool.spec", "kvpool.sizing", "kvpool.namespaces"),
+        "kvpool.retention",
         "kvpool._signatures",
     ),
     ("kvpool._", "kvpool.capi"),

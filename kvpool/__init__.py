@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvpool.config import KVSpec
     from kvpool.groups import Group
     from kvpool.namespaces import namespace
-    from kvpool.retention import Keep
     from kvpool.scheduler import Output, Request, Scheduler, Step
 
 __version__ = "0.1.0"
@@ -42,7 +41,6 @@ __all__ = [
     "Group",
     "KVPoolError",
     "KVSpec",
-    "Keep",
     "OutOfBlocks",
     "OutOfSequences",
     "Output",
@@ -61,7 +59,6 @@ _LATE = {  # imported on first use, because they take time
     "_C_API": "kvpool.capi",
     "Group": "kvpool.groups",
     "KVSpec": "kvpool.config",
-    "Keep": "kvpool.retention",
     "Output": "kvpool.scheduler",
     "Request": "kvpool.scheduler",
     "Scheduler": "kvpool.scheduler",

@@ -27,7 +27,7 @@ class Keep:
 
     Examples
     --------
-    >>> from kvpool import Keep
+    >>> from kvpool.retention import Keep
     >>> Keep(priority=4, ttl=300)
     Keep(priority=4, ttl=300, tokens=None)
     """

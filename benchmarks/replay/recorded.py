@@ -17,7 +17,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,16 +25,18 @@ import kvpool
 from kvpool._core import BlockAPI, Plan, Pool, PrefixCache
 from kvpool.errors import CorruptState, KVPoolError
 from kvpool.groups import Group
+from kvpool.retention import Keep
 from kvpool.stats import PoolOptions
 from kvpool.testing.fuzz_target import minimal
 
 CALLS = {  # every call that may change a pool -> its arguments in order; what is made again has no padding and no `out`
-    "open": "tokens namespace cut reserve load again", "loaded": "handle n", "fork": "handle n",
+    "open": "tokens namespace cut reserve load again keep", "loaded": "handle n", "fork": "handle n",
     "truncate": "handles lens", "close": "handles",
     "close_finished": "handles mask", "defer_close": "handle", "step": "plan handles num_new partial",
     "reserve": "plan handles num_new", "done": "plan", "rollback": "plan", "unshare": "plan handles lens first",
     "compact": "handles lens first", "evict_blocks": "handle indices", "reset": "",
-    "prefix.commit": "handles tokens counts", "prefix.pin": "tokens namespace", "prefix.flush": "namespace",
+    "prefix.commit": "handles tokens counts keep", "prefix.tick": "now",
+    "prefix.limit_kept": "namespace blocks", "prefix.pin": "tokens namespace", "prefix.flush": "namespace",
     "blocks.alloc": "n", "blocks.incref": "ids", "blocks.decref": "ids", "blocks.free": "ids", "blocks.evict": "n",
     "blocks.take": "n", "blocks.take_block": "block", "blocks.touch": "ids blank", "blocks.release": "ids oldest",
     "blocks.mark_cached": "ids", "blocks.uncache": "ids keep_place", "blocks.drain_evicted": "",
@@ -177,6 +179,8 @@ class RecordedPool(Pool):
             return self._plans.setdefault(id(value), len(self._plans))
         if key in ("namespace", "mask"):
             return None if value is None else bytes(value).hex()
+        if isinstance(value, Keep):
+            return asdict(value)
         if value is not None and not isinstance(value, bool):
             is_batch = hasattr(value, "__len__") and bool(getattr(value, "ndim", True))
             value = [operator.index(i) for i in value] if is_batch else operator.index(value)
@@ -297,6 +301,8 @@ class Player:
         """An argument of the record, as this pool takes it."""
         if key in ("namespace", "mask"):
             return None if value is None else bytes.fromhex(value)
+        if key == "keep" and value is not None:
+            return Keep(**value)
         if isinstance(value, list) and key in ("handles", "ids"):
             return [self.here(key, i) for i in value]
         if key in ("handle", "handles"):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.replay.trace import Trace
-from kvpool import Keep, Plan, Pool
+from kvpool import Plan, Pool
+from kvpool.retention import Keep
 
 EVERY = 16
 

@@ -84,7 +84,10 @@ class ByC(Pool):
 
 
 class PrefixByC(PrefixCache):
-    def commit(self, handles, tokens, counts=None):
+    def commit(self, handles, tokens, counts=None, *, keep=None):
+        if keep is not None:  # which Python alone has
+            super().commit(handles, tokens, counts, keep=keep)
+            return
         rows, tokens = rows_of(handles), np.array(tokens, np.int32)
         counts = None if counts is None else np.array(counts, np.int64)
         self.pool.do("commit", rows, counts, rows.size, tokens, tokens.size)

@@ -76,7 +76,7 @@ def test_serve_counts_the_limit_in_its_metrics(monkeypatch):
     serve.add_arguments(parser)
     args = parser.parse_args(["--model", "tiny"])
     options = {"num_blocks": 9, "block_size": 16, "max_running": 1}
-    engine = serve.make_engine(args, options, argparse.Namespace(chat_template=None, defaults={}))
+    engine = serve.make_engine(args, options, argparse.Namespace(chat_template=None, defaults={}), None, [])
     (found,) = [metric for metric in engine.metrics() if metric.name == "kvpool_wired_limit_bytes"]
     assert found.samples == (({}, 7),)
 

@@ -12,6 +12,7 @@ from tests.verify._hooks import corrupt
 
 from kvpool import Group, Plan, Pool
 from kvpool.errors import CorruptState
+from kvpool.retention import Keep
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED, RAW, CACHED, IN_LIMBO = 1, 4, 5, 6  # ids in the state below
@@ -106,6 +107,21 @@ def windows():
     return pool
 
 
+def kept():
+    """Node 0 is kept and was set aside, since it was its turn to leave; node 1 is kept and was not."""
+    pool = Pool(6, 4, prefix_cache=True, seed=1)
+    plan = Plan(pool, 1, 4)
+    for first, keep in ((1, Keep(3, 100)), (2, None), (3, Keep(2, 100))):
+        row = pool.open()
+        pool.step(plan, [row], 4)
+        pool.done(plan)
+        pool.prefix.commit(row, [first] * 4, keep=keep)
+        pool.close(row)
+    assert pool.blocks.evict(1) == 1
+    assert pool.prefix.match([1] * 5) == pool.prefix.match([3] * 5) == 4 and pool.prefix.match([2] * 5) == 0
+    return pool
+
+
 def pending():
     return rich_pool()[0]
 
@@ -136,6 +152,7 @@ WORDS = {
         "line": (1,),
         "published": (2,),
     },
+    kept: {**dict.fromkeys(("reasons", "num_kept", "rank"), (0,))},
     windows: {
         **dict.fromkeys(("refcount", "num_used", "sum_tokens"), (3,)),
         **dict.fromkeys(("length", "table", "gone", "due"), (0,)),
@@ -173,6 +190,9 @@ CHANGES = [
     (rich_tree, [("stamp", 1, -OUT_OF_RANGE)]),
     *((rich_tree, [("committed", block, -1)]) for block in (1, 15)),
     (rich_tree, [("role", 30, -8), ("entry", 11, 31)]),  # what waits for a copy is canonical
+    *((kept, [(what, 0, 1)]) for what in ("rank", "reasons", "num_kept")),
+    *((kept, [(what, 0, by)]) for what, by in (("now", 200), ("until", 5000))),
+    (kept, [("node_place", 2, 1), ("warm", 0, -1), ("warm_head", 0, -3), ("warm_tail", 0, -3)]),  # in no line
 ]
 
 

@@ -7,7 +7,8 @@ import random
 import pytest
 from prefixes import cache, compute
 
-from kvpool import Group, Keep
+from kvpool import Group
+from kvpool.retention import Keep
 from kvpool.testing import ModelPlan, ModelPool
 
 A, B, C, D = ([n] * 4 for n in (1, 2, 3, 4))

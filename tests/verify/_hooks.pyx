@@ -104,9 +104,16 @@ cdef dict tree_fields(const Groups* gs, int32_t i):
         "depth": <size_t>&t.node[i].depth, "name": <size_t>&t.node[i].name, "idle": <size_t>&t.node[i].idle,
         "node_place": <size_t>&t.node[i].place, "has_waiting": <size_t>&t.has_waiting,
         "cold_head": <size_t>&t.cold.head, "cold_tail": <size_t>&t.cold.tail,
+        "warm_head": <size_t>&t.warm.head, "warm_tail": <size_t>&t.warm.tail,
         "entry": <size_t>(t.entry + <int64_t>i * t.stride + t.offset[0] if t.stride else &t.node[i].entry),
     }
     for k in range(gs.num_groups):
         if gs.group[k].kind == WINDOW_LAYERS:
             fields["needed"] = <size_t>(t.entry + <int64_t>i * t.stride + t.offset[k] + 1)
+    if t.keeping != NULL:
+        fields |= {
+            "rank": <size_t>&t.node[i].rank, "reasons": <size_t>&t.keeping.node[i].reasons,
+            "until": <size_t>&t.keeping.node[i].until, "num_kept": <size_t>&t.keeping.num_kept,
+            "now": <size_t>&t.now,
+        }
     return fields
