@@ -224,9 +224,9 @@ NUMPY = {text: "u2" if name == "bfloat16" else name for name, text in METAL_TYPE
 OPTIONS = {"window": 70, "soft_cap": 2.0, "sinks": np.linspace(-1, 2, 6), "alibi_slopes": np.linspace(0, 0.3, 6)}
 ATTENDED = {
     "parts and their sum": (KVSpec(3, 2, 64, "float16", 8), 4, (1, 1), {}),
-    "one array of all layers": (KVSpec(3, 2, 64, "float32", 8, layout="stacked"), 2, (1, 1), {}),
-    "a matrix": (KVSpec(3, 1, 128, "bfloat16", 16, layout="interleaved"), 16, (1, 1), {}),
+    "a matrix": (KVSpec(3, 1, 128, "bfloat16", 16), 16, (1, 1), {}),
     "packed with options": (KVSpec(3, 2, 64, "float16", 8, k_bits=8, v_bits=4), 3, (1, 1), OPTIONS),
+    "heads apart": (KVSpec(3, 2, 64, "float32", 8, layout="HND"), 2, (1, 1), {}),
     "a row for each kernel": (KVSpec(3, 2, 64, "float16", 8, layout="HND"), 4, (1, 3), {}),
 }
 
@@ -350,7 +350,7 @@ def test_a_node_takes_at_most_half_of_the_time_of_the_calls_that_it_repeats(atte
 
 def test_what_cannot_be_repeated_is_refused(attending, tmp_path):
     """And leaves the pool as it was: its newest handles are those from before."""
-    case = attending("one array of all layers")
+    case = attending("heads apart")
     lazy, q = case.backend._lazy, case.q(1)
     ((launch, _),) = next(iter(case.step.bound.values())).launches
     own = q, case.backend._kernels.layout(0), *per_head(None)
