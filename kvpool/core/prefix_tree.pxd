@@ -241,12 +241,9 @@ cdef inline int32_t num_listed(const Tree* t) noexcept nogil:
 cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil
 cdef void keeping_free(Tree* t) noexcept nogil
 cdef void keeping_reset(Keeping* k) noexcept nogil
-cdef bint evict_aside(Groups* gs, int32_t rank, bint has_units, bint has_checkpoints) noexcept nogil
-cdef bint evict_kept(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil
+cdef bint evict_beside_kept(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil
 cdef uint64_t keeping_fingerprint(const Tree* t, uint64_t h) noexcept nogil
 cdef bint check_keeping(const Tree* t, int32_t* seen, char* finding) noexcept nogil
 cdef void node_passes_on(Tree* t, int32_t n) noexcept nogil
 cdef void node_let_go(Tree* t, int32_t n) noexcept nogil
-cdef void unit_set_aside(Tree* t, int32_t n) noexcept nogil
-cdef void checkpoint_set_aside(Tree* t, int32_t m) noexcept nogil
 cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil

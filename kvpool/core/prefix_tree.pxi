@@ -216,7 +216,7 @@ cdef inline void line_remove(Line* line, Link* link, int32_t i) noexcept nogil:
 
 cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:
     """The line of a checkpoint that may leave: see `Tree.listed`."""
-    if t.checkpoint[m].aside:
+    if seldom(t.checkpoint[m].aside):
         return &t.keeping.checkpoints[checkpoint_rank(t, m)]
     return &t.listed[t.checkpoint[m].was_hit]
 
@@ -239,9 +239,9 @@ cdef void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcep
 
 cdef inline Line* unit_line(Tree* t, int32_t n) noexcept nogil:
     """The line that the unit of a node is in."""
-    if t.node[n].place == WARM:
-        return &t.warm
-    return &t.cold if t.node[n].place == COLD else &t.keeping.units[t.node[n].rank]
+    if seldom(t.node[n].place == ASIDE):
+        return &t.keeping.units[t.node[n].rank]
+    return &t.cold if t.node[n].place == COLD else &t.warm
 
 
 cdef inline void unit_remove(Tree* t, int32_t n) noexcept nogil:
@@ -324,7 +324,7 @@ cdef void node_hide(Tree* t, int32_t n) noexcept nogil:
     """Nobody finds a node any more, and it is in no namespace."""
     bucket_remove(t, n)
     t.num_nodes -= 1
-    if t.node[n].rank:
+    if seldom(t.node[n].rank):
         node_let_go(t, n)
     name_leave(&t.index.names, name_of(t, n))
     t.node[n].name = NO_NAME
@@ -335,7 +335,7 @@ cdef void node_forget(Tree* t, int32_t n) noexcept nogil:
     cdef Node* node
     while n != NO_NODE:
         node = &t.node[n]
-        if node.rank:
+        if seldom(node.rank):
             node_passes_on(t, n)
         if node.name != NO_NAME:
             node_hide(t, n)
@@ -647,36 +647,27 @@ cdef int32_t oldest_checkpoint(const Tree* t) noexcept nogil:
     return a if checkpoint_age(t, a) >= checkpoint_age(t, b) else b
 
 
-cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
-    """Evict what leaves first of the units, of the checkpoints, or of both. Returns whether anything may leave.
+cdef inline bint warm_is_next(const Tree* t, int32_t m) noexcept nogil:
+    """Whether the first warm unit leaves before a checkpoint."""
+    return m == NO_CHECKPOINT or 2 * (t.clock - t.more[t.warm.head].stamp) > checkpoint_age(t, m)
 
-    What is kept is set aside when it is its turn: each once per use.
-    """
+
+cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
+    """Evict what leaves first of the units, of the checkpoints, or of both. Returns whether anything may leave."""
     cdef Tree* t = gs.tree
-    cdef int32_t m, n
+    cdef int32_t m
+    if seldom(t.keeping != NULL) and not (has_units and t.cold.size):
+        return evict_beside_kept(gs, has_units, has_checkpoints)
+    m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
     if has_units and t.cold.size:
         unit_evict(gs, t.cold.head)
-        return True
-    if t.keeping != NULL and evict_aside(gs, 0, has_units, has_checkpoints):
-        return True
-    while True:
-        m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
-        if (has_units and t.warm.size
-                and (m == NO_CHECKPOINT or 2 * (t.clock - t.more[t.warm.head].stamp) > checkpoint_age(t, m))):
-            n = t.warm.head
-            if t.node[n].rank == 0:
-                unit_evict(gs, n)
-                return True
-            line_remove(&t.warm, t.unit, n)
-            unit_set_aside(t, n)
-        elif m == NO_CHECKPOINT:
-            return t.keeping != NULL and evict_kept(gs, has_units, has_checkpoints)
-        elif checkpoint_rank(t, m) == 0:
-            checkpoint_evict(gs, m)
-            return True
-        else:
-            line_remove(line_of(t, m), t.link, m)
-            checkpoint_set_aside(t, m)
+    elif has_units and t.warm.size and warm_is_next(t, m):
+        unit_evict(gs, t.warm.head)
+    elif m != NO_CHECKPOINT:
+        checkpoint_evict(gs, m)
+    else:
+        return False
+    return True
 
 
 cdef extern from *:

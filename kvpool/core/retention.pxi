@@ -85,9 +85,33 @@ cdef bint evict_aside(Groups* gs, int32_t rank, bint has_units, bint has_checkpo
     return True
 
 
-cdef bint evict_kept(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
-    """Nothing else is left: the lowest priority leaves."""
-    cdef int32_t rank
+cdef bint evict_beside_kept(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
+    """`evict_next` where no unit is cold and there may be directives.
+
+    What is kept is set aside when it is its turn, each once per use, and leaves when nothing else is left: the lowest
+    priority first.
+    """
+    cdef Tree* t = gs.tree
+    cdef int32_t m, n, rank
+    if evict_aside(gs, 0, has_units, has_checkpoints):
+        return True
+    while True:
+        m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
+        if has_units and t.warm.size and warm_is_next(t, m):
+            n = t.warm.head
+            if t.node[n].rank == 0:
+                unit_evict(gs, n)
+                return True
+            line_remove(&t.warm, t.unit, n)
+            unit_set_aside(t, n)
+        elif m == NO_CHECKPOINT:
+            break
+        elif checkpoint_rank(t, m) == 0:
+            checkpoint_evict(gs, m)
+            return True
+        else:
+            line_remove(line_of(t, m), t.link, m)
+            checkpoint_set_aside(t, m)
     for rank in range(1, PRIORITIES):
         if evict_aside(gs, rank, has_units, has_checkpoints):
             return True

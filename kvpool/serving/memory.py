@@ -81,11 +81,7 @@ class Memory:
             return
         try:
             engine.resize(num_blocks)
-        except (
-            MemoryError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # blocks that a store loads, no memory; state unchanged
+        except (MemoryError, RuntimeError, ValueError) as error:  # a store loads, no memory: all is as it was
             _log.info("memory: the pool stays as it is: %s", error)
 
     def _holder(self, engine: Engine) -> Holder:

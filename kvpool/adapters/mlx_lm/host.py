@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -88,6 +89,7 @@ RELEASES = ("0.32", "0.33")  # of mlx-lm: the oldest whose engines the tests run
 CALLS = ("update_and_fetch", "keys_and_values", "make_mask", "is_trimmable", "trim", "size", "empty")  # of a cache
 
 _log = logging.getLogger(__name__)
+_given: weakref.WeakSet[Any] = weakref.WeakSet()  # pools that several may use
 _numbers = itertools.count()  # a model's blocks mean nothing to another model on the same pool
 
 
@@ -159,8 +161,7 @@ def install(
         pool = layout.make_pool(num_blocks, block_size, max_seqs, caches, evicts=policy is not None, events=events)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
-    owns = num_blocks is not None
-    return paged(pool, owns, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
+    return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
 
 
 def _shape(model: Any, eviction: Any) -> ModelShape:
@@ -173,15 +174,11 @@ def _shape(model: Any, eviction: Any) -> ModelShape:
     return shape.sliding(eviction)
 
 
-def _paged(
-    model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, owns: bool = False, **kept: Any
-) -> PagedKV:
-    backends: Sequence[KVBackend] = ()
+def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
     blocks: Sequence[Any] = ()
-    held = None
-    if layout.specs:
-        held = GroupStorage(storage, pool, layout.stored)
-        backends, blocks = held.backends, held.stores
+    held = GroupStorage(storage, pool, layout.stored) if layout.specs else None
+    if held is not None:
+        blocks = held.stores
     elif pool.prefix is not None and layout.checkpoint_blocks:  # states only: a block for each checkpoint
         num_blocks, nbytes = pool.num_blocks, layout.block_nbytes[0]
         try:
@@ -191,9 +188,7 @@ def _paged(
                 f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, "
                 "a block of this model holds one checkpoint; or prefix_cache=False"
             ) from None
-    made = PagedKV(model, pool, layout, backends, blocks, **kept)
-    made.storage, made.owns_pool = held, owns
-    return made
+    return PagedKV(model, pool, layout, held, blocks, **kept)
 
 
 def layout_on(
@@ -223,6 +218,7 @@ def _layout(
         layout.evicting("install", eviction)
     if pool is not None:
         layout.require_pool(pool)
+        _given.add(pool)
     unknown = sorted({leaf.name for leaf in layout.leaves if leaf.kind == "opaque"})
     if unknown:
         effect = "; no prefix of this model is found" if prefix_cache else ""
@@ -390,8 +386,6 @@ class PagedKV:
         What moves blocks from and to the store.
     passes : Passes
         What the batches of the model share.
-    owns_pool : bool
-        Whether `install` has made the pool, so that `resize` may change it.
     storage : GroupStorage or None
         What has the backends. None if no layer has keys and values.
     prefix_cache : bool
@@ -407,7 +401,7 @@ class PagedKV:
         model: Any,
         pool: Any,
         layout: Layout,
-        backends: Sequence[KVBackend],
+        storage: GroupStorage | None,
         arenas: Sequence[Any],
         *,
         sites: tuple[Site, ...] = (),
@@ -418,12 +412,11 @@ class PagedKV:
     ) -> None:
         self.model = model
         self.pool = pool
-        self.backends: tuple[Any, ...] = tuple(backends)
+        self.backends: tuple[Any, ...] = () if storage is None else storage.backends
         self.backend: Any = self.backends[0] if self.backends else None
         self.layout = layout
         self.arenas = tuple(arenas)
-        self.owns_pool = False
-        self.storage: GroupStorage | None = None
+        self.storage = storage
         self._blocks: list[tuple[Hook, tuple[Site, ...], ExitStack]] = []  # that are entered, and what undoes each
         self._why_gather = why_gather
         self.num_layers = len(layout.leaves)
@@ -435,7 +428,7 @@ class PagedKV:
         calls += [] if sites else find_sites(model)[1:]  # the masks of Gemma 2 also where it gathers
         namespace = self.namespace if self.prefix_cache else b""
         blocks = self.arenas[0] if self.arenas else None
-        self.passes = Passes(model, pool, layout, backends, blocks, sites, namespace, calls)
+        self.passes = Passes(model, pool, layout, self.backends, blocks, sites, namespace, calls)
         self.lock = self.passes.lock
         self.eviction = check_policy(eviction, self.passes, self.route, "install")
         if kept_in is not None and not self.prefix_cache:
@@ -750,8 +743,8 @@ class PagedKV:
 
     def sizes(self, call: str, num_blocks: int) -> dict[int, int]:
         """Return the blocks of each arena for `num_blocks` blocks of tokens. ValueError unless `resize` may change."""
-        if not self.owns_pool:
-            raise ValueError(f"[{call}] the pool was given to install, others may hold blocks of it")
+        if self.pool in _given:
+            raise ValueError(f"[{call}] the pool was given to install, so the blocks of others could move")
         size = checked_int(call, "num_blocks", num_blocks, least=2)
         return dict(enumerate(self.layout.sizes(size)))
 
