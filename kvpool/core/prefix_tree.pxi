@@ -116,7 +116,10 @@ cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* sizes
     t.unit = <Link*>xcalloc(t.room, sizeof(Link))
     t.tokens = <int32_t*>xcalloc(t.room, t.block_size * sizeof(int32_t))
     t.stride = t.width if t.width > 1 else <int32_t>(sizeof(Node) // sizeof(int32_t))
-    t.entry = &t.node[0].entry if t.width <= 1 else <int32_t*>xcalloc(t.room, t.width * sizeof(int32_t))
+    if t.width > 1:
+        t.entry = <int32_t*>xcalloc(t.room, t.width * sizeof(int32_t))
+    elif t.node != NULL:
+        t.entry = &t.node[0].entry
     t.key = <uint8_t*>xcalloc(t.room, 16) if index.ring.limit else NULL
     t.bucket = <int32_t*>xmalloc(t.num_buckets * sizeof(int32_t))
     t.checkpoint = <Checkpoint*>xcalloc(t.checkpoint_room, sizeof(Checkpoint))

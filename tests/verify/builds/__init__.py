@@ -81,7 +81,7 @@ VARIANTS = {
     "release": RELEASE,
     "debug": Variant({"KVPOOL_DEBUG": "1"}, verify=True),
     "asan": ASAN,
-    "asan-cpu": replace(ASAN, cpu=True, verify=False),
+    "asan-cpu": replace(ASAN, cpu=True),
     "tsan": TSAN,
     "tsan-cpu": replace(TSAN, cpu=True),
     "free": FREE,
