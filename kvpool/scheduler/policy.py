@@ -137,8 +137,8 @@ def open_with_room(core: Core, attempt: Attempt, need: list[int], tokens: np.nda
             needs.short(most, core.available(), kept) >= 0
             and not fits_found(core, attempt, need, tokens, request.namespace)
         ):
-            return None if is_short else attempt.open(core.pool.open, 0, request.namespace)
-        place, how = cut and min(cut, len(tokens)), {"reserve": False, "again": attempt.again}
+            return None if is_short else attempt.open(core.pool.open, 0, request.namespace, keep=core.kept(request))
+        place, how = cut and min(cut, len(tokens)), {"reserve": False, "again": attempt.again, "keep": request.keep}
         return attempt.open(core.pool.open, tokens, request.namespace, place, **how)
     except (OutOfBlocks, OutOfSequences):
         return None
@@ -307,7 +307,8 @@ def restore(core: Core, sequence: Sequence) -> bool:
         return False
     attempt = core.attempt = Attempt(core, sequence)
     try:
-        handle = attempt.open(core.pool.open, 0, sequence.group.request.namespace)
+        request = sequence.group.request
+        handle = attempt.open(core.pool.open, 0, request.namespace, keep=core.kept(request))
     except OutOfSequences:
         return False
     computed, kept = sequence.computed, sequence.kept

@@ -15,6 +15,8 @@ import numpy as np
 from numpy import int32
 from numpy.typing import NDArray
 
+from kvpool.retention import Keep
+
 MOST = 2**31 - 1
 SAMPLES = 64  # of a request, or as many as there are lanes
 ENDS = 1024  # tokens and sequences that end a request
@@ -109,6 +111,9 @@ class Request:
     cut : int, optional
         Where the part of the prompt begins that the next turn of a conversation may rewrite. Pools with layer groups
         keep a checkpoint there. By default 16 tokens before the end.
+    keep : Keep, optional
+        How long the prompt and the answer stay in the prefix cache after the request, ``ttl`` in whole seconds of the
+        scheduler's clock.
     user : object
         Passed through to the runner, for instance sampling options.
 
@@ -132,6 +137,7 @@ class Request:
     deadline: float | None = None
     namespace: bytes = b""
     cut: int | None = None
+    keep: Keep | None = None
     user: Any = None
 
     def __post_init__(self) -> None:
@@ -164,6 +170,8 @@ class Request:
             raise TypeError(f"[Request] namespace must be bytes, not {type(self.namespace).__name__}")
         if self.cut is not None:
             put("cut", integer("Request", "cut", self.cut, 0, self.prompt.size))
+        if not isinstance(self.keep, Keep | None):
+            raise TypeError(f"[Request] keep must be a kvpool.retention.Keep, not {type(self.keep).__name__}")
 
     @staticmethod
     def _stops(stop: Any) -> tuple[tuple[int, ...], ...]:

@@ -20,6 +20,7 @@ from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
+from kvpool.retention import Keep
 from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import (
@@ -439,6 +440,8 @@ class Core:
         self.next_admission = 0
         self.newest = NOBODY  # number of the first admission of the step that is being decided
         self.alone_until = 0  # `next_admission` after the last admission at which nothing ran
+        self.told = 0  # the second that the prefix cache was told last
+        self.keeps = False  # some request had a `keep`
         self.count = [0] * 5  # sequences by state, now; FINISHED: all that ended without cancellation
         self.cancelled = self.expired = self.rejected = 0
         self.admissions = self.preemptions = self.spills = self.steps = 0
@@ -454,6 +457,18 @@ class Core:
         self.growing: list[int] | None = None  # blocks that decodes of this step may take; None: not counted yet
         self._batch = DecodeBatch(self.rows, 0)
         self._length_plan: Plan | None = None
+
+    # -- what stays in the prefix cache
+
+    def kept(self, request: Request) -> Keep | None:
+        """Return the directive of a request. Without a prefix cache there is nothing to keep."""
+        return None if self.prefix is None else request.keep
+
+    def tick(self) -> None:
+        """Tell the prefix cache the time, if a request ever had something to keep there."""
+        if self.keeps and self.prefix is not None and (now := int(self.clock())) > self.told:
+            self.prefix.tick(now)
+            self.told = now
 
     # -- who decodes
 
@@ -642,6 +657,7 @@ class Core:
         self.queue.enroll(group)
         if request.deadline is not None:
             self.remind(group, request.deadline)
+        self.keeps = self.keeps or self.kept(request) is not None
         if held:
             self.held[name] = group
         else:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -29,6 +30,7 @@ from kvpool.adapters.mlx_lm.chat import speller
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
 from kvpool.adapters.mlx_lm.grammar import Grammar, Trial
 from kvpool.errors import RequestRejected
+from kvpool.retention import Keep
 from kvpool.serving import messages
 from kvpool.serving.answers import Answer, BlockAnswer, ChatAnswer, TextAnswer, encode, refusal
 from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
@@ -107,6 +109,7 @@ class Service:
         self._spell: Callable[[int], bytes] = lru_cache(2**18)(speller(tokenizer))
         self._engine.grammars.trial = Trial(tokenizer, self._engine.vocab_size)
         self._newline = tokenizer.encode("\n")
+        runner.weights = weights
         apart = AT_A_TIME - (len(weights) > 1)  # one tenant does not hold another one up
         self._short = Threads("tokenizer", AT_A_TIME, apart, weights)
         self._long = Threads("long-texts", AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
@@ -405,9 +408,7 @@ class Service:
         if options.get("tools") and not body.by_grammar and not tokenizer.has_tool_calling:
             text = "tools: this model does not mark its calls; tool_choice must force one, or the output be structured"
             raise Refused(400, text, "tools")
-        begins = body.add_generation_prompt and not body.continue_final_message
-        options = {"add_generation_prompt": begins, **self._settings.template_options, **options}
-        template = partial(tokenizer.apply_chat_template, body.conversation, **options)
+        template = partial(self._template(body), body.conversation)
         size, is_long = request.state.size, request.state.size > LONG
         if not is_long or self._processes is None:
             return list(await self._aside(request, self._long if is_long else self._short, size, template))
@@ -415,6 +416,34 @@ class Service:
         if not counts:
             self._check_room(self._fewest(text), "or more ")
         return await self._tokens(request, text, special=False)
+
+    def _template(self, body: ChatRequest) -> Callable[..., Any]:
+        """Return the chat template, with the options of a request."""
+        begins = body.add_generation_prompt and not body.continue_final_message
+        options = {"add_generation_prompt": begins, **self._settings.template_options, **body.template_options}
+        return partial(self._tokenizer.apply_chat_template, **options)
+
+    async def _kept(self, request: Request, body: Generation) -> Keep | None:
+        """Return what of a prompt stays in the prefix cache. Nobody else has a use for a prompt with a salt."""
+        if body.keep is None or body.cache_salt is not None:
+            return None
+        if not isinstance(body, ChatRequest) or body.kept_messages is None:
+            return body.keep
+        head, template = body.conversation[: body.kept_messages], self._template(body)
+        role = "user" if head[-1]["role"] in ("assistant", "system") else "assistant"
+
+        def common() -> str | None:
+            """Return how all prompts begin that have these messages: as this one and one that goes on otherwise."""
+            with suppress(Exception):  # of a template that refuses the other one
+                told = (body.conversation, [*head, {"role": role, "content": "."}])
+                return commonprefix([template(one, tokenize=False) for one in told])  # noqa: RUF071
+            return None
+
+        text = await self._aside(request, self._short, request.state.size, common)
+        if text is None:
+            return body.keep
+        tokens = len(await self._tokens(request, text, special=False))
+        return replace(body.keep, tokens=tokens) if tokens else None
 
     async def _grammar(
         self, request: Request, body: Generation, forms: list[tuple[str, Any, str]], samples: int, manner: Manner
@@ -462,6 +491,7 @@ class Service:
         ends = tuple(self._tokenizer.eos_token_ids)
         options = body.options(ends, state.tenant, state.began) | {"max_tokens": most}
         options["stop"] = [*body.stop, *manner.stops]
+        options["keep"] = await self._kept(request, body)
         if forms := body.forms:
             options["grammar"] = await self._grammar(request, body, forms, len(prompts) * body.width, manner)
         if body.xtc_probability:

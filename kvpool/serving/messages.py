@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvpool.adapters.mlx_lm.engine import Completion
 from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
-from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Dicts, Indirect, Refused, Sdk, Stops, text_of
+from kvpool.serving.requests import MARKED, MOST, TOOLS, ChatRequest, Dicts, Indirect, Refused, Sdk, Stops, text_of
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 DELTAS = {  # of a piece: how its event is called, and the field
@@ -41,13 +41,19 @@ class CountRequest(Indirect):
     tool_choice: Annotated[dict[str, Any], Sdk(beta.BetaToolChoiceParam)] = Field({})
     thinking: Annotated[dict[str, Any], Sdk(beta.BetaThinkingConfigParam)] = Field({})
     output_config: Annotated[dict[str, Any], Sdk(beta.BetaOutputConfigParam)] = Field({})
+    cache_control: Annotated[dict[str, Any], Sdk(beta.BetaCacheControlEphemeralParam)] = Field({})
 
     def asked(self) -> dict[str, Any]:
         turns = [_turn(one, f"messages.{number}.content") for number, one in enumerate(self.messages)]
-        messages, system = [said for turn in turns for said in turn], self.system
+        messages, system, told = [said for turn in turns for said in turn], self.system, {}
         if not isinstance(system, str):
+            told = {"cache_control": _mark(system)}
             system = text_of([one for one in system if not one["text"].startswith(BILLING)], "system")
-        asked: dict[str, Any] = {"messages": [{"role": "system", "content": system}] * bool(system) + messages}
+        if system:
+            messages.insert(0, {"role": "system", "content": system, **told})
+        messages[0]["cache_control"] = _mark([messages[0], *self.tools])  # tools are before all messages
+        messages[-1]["cache_control"] = _mark([messages[-1], {"cache_control": self.cache_control}])
+        asked: dict[str, Any] = {"messages": messages}
         asked["tools"] = [
             {
                 "function": {
@@ -88,6 +94,12 @@ class MessagesRequest(CountRequest):
         return super().asked() | {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
 
+def _mark(blocks: Dicts) -> dict[str, Any] | None:
+    """Return the `cache_control` of some blocks that asks for the longest time."""
+    marks = [mark for one in blocks if (mark := one.get("cache_control"))]
+    return max(marks, key=lambda mark: MARKED.get(mark.get("ttl"), 0), default=None)
+
+
 def _turn(one: dict[str, Any], place: str) -> Dicts:
     """Return the messages of a chat that say the same: results of tools come first."""
     role, blocks = one["role"], one["content"] or ""
@@ -108,10 +120,13 @@ def _turn(one: dict[str, Any], place: str) -> Dicts:
             texts.append(block["text"])
         else:
             raise Refused(400, f"{at}: {kind} is not supported here, the {role} may say text", "messages")
+    said = {"role": role, "content": "".join(texts)}
     if role == "assistant":
-        own = {"tool_calls": calls, "reasoning_content": thoughts}
-        return [{"role": role, "content": "".join(texts), **own}]
-    return told + ([{"role": role, "content": "".join(texts)}] if texts or not told else [])
+        turn = [{**said, "tool_calls": calls, "reasoning_content": thoughts}]
+    else:
+        turn = [*told, said] if texts or not told else told
+    turn[-1]["cache_control"] = _mark(blocks)
+    return turn
 
 
 class MessageAnswer(BlockAnswer):

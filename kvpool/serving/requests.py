@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict, get_type_hints, is_typeddict
 
 from kvpool import namespace
+from kvpool.retention import MOST_PRIORITY, Keep
 from kvpool.serving.speech import MOST_CALLS, grammar_of_calls
 
 MOST = 2**31 - 1
@@ -32,6 +33,8 @@ FIELDS = 300  # of one body, and biases
 BRACKETS = 2**18
 TOOLS = 128
 LISTED = 4096
+HOUR, DAY = 3600, 86400
+MARKED, MARKED_PRIORITY = {"5m": 300, "1h": HOUR}, 4  # seconds of a `cache_control`, by its `ttl`
 LONGEST_WAIT = 60  # seconds until a client that was refused may come again, at most
 Dicts = list[dict[str, Any]]
 Stop = Annotated[str, Field(min_length=1, max_length=128)]  # each token of an answer is compared with all of them
@@ -202,6 +205,13 @@ class _Lark(TypedDict, total=False):
     grammar: Required[str]
 
 
+class _Retention(TypedDict, total=False):
+    start: Annotated[int, Field(ge=0, le=MOST)]
+    end: Annotated[int, Field(ge=1, le=MOST)] | None
+    priority: Required[Annotated[int, Field(ge=0, le=100)]]
+    duration: Annotated[float, Field(gt=0, le=MOST)] | None
+
+
 class Generation(Request):
     """The fields that completions and chats have in common. Errors call `response_format` by `format_field`."""
 
@@ -232,7 +242,8 @@ class Generation(Request):
     stream_options: Annotated[dict[str, Any], Sdk(sdk.ChatCompletionStreamOptionsParam)] = {}
     cache_salt: str | None = Field(None, min_length=1, max_length=512)
     priority: int = Field(0, ge=-MOST, le=MOST)
-    timeout: float | None = Field(None, gt=0, le=86400)
+    timeout: float | None = Field(None, gt=0, le=DAY)
+    retention_directives: Annotated[list[_Retention], Field(max_length=64)] = []
 
     def options(self, eos: tuple[int, ...], tenant: str | None, began: float) -> dict[str, Any]:
         """Return the options of `Engine.submit` except `max_tokens`. Tenant and salt decide who shares prefixes.
@@ -283,6 +294,17 @@ class Generation(Request):
     def tops(self) -> int | None:
         """The number of likeliest tokens at each place of the answer. None: the answer has no logprobs."""
         raise NotImplementedError
+
+    @property
+    def keep(self) -> Keep | None:
+        """What stays in the prefix cache: what all directives ask for together, and then all that is before it."""
+        asked = [one for one in self.retention_directives if one["priority"]]
+        if not asked:
+            return None
+        seconds = max(one.get("duration") or HOUR for one in asked)
+        ends = [one.get("end") or math.inf for one in asked]
+        tokens = None if math.inf in ends else int(max(ends))
+        return Keep(1 + max(one["priority"] for one in asked) * (MOST_PRIORITY - 1) // 100, math.ceil(seconds), tokens)
 
     @property
     def forms(self) -> list[tuple[str, Any, str]]:
@@ -391,6 +413,7 @@ class ChatRequest(Generation):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    prompt_cache_retention: Any = None
 
     def agree(self, defaults: Mapping[str, Any]) -> None:
         self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -420,6 +443,30 @@ class ChatRequest(Generation):
             if one.get("tool_call_id") in names:
                 one.setdefault("name", names[one["tool_call_id"]])
         return told
+
+    @property
+    def marks(self) -> dict[int, int]:
+        """The messages with a `cache_control`, by number, and for how many seconds each wants to be cached."""
+        found = {}
+        for number, one in enumerate(self.messages):
+            parts = one["content"] if isinstance(one.get("content"), list) else []
+            marks = [mark for part in (one, *parts) if isinstance(mark := part.get("cache_control"), dict)]
+            if marks:
+                found[number] = max(MARKED.get(str(mark.get("ttl")), MARKED["5m"]) for mark in marks)
+        return found
+
+    @property
+    def keep(self) -> Keep | None:
+        """See `Generation`. Of other wishes, the longest is meant for all that `kept_messages` says."""
+        seconds = [*self.marks.values(), *([DAY] if self.prompt_cache_retention == "24h" else [])]
+        return super().keep or (Keep(MARKED_PRIORITY, max(seconds)) if seconds else None)
+
+    @property
+    def kept_messages(self) -> int | None:
+        """How many messages `keep` is meant for, up to the last mark. None: all, or it says how many tokens."""
+        last = max(self.marks, default=len(self.messages) - 1) + 1
+        is_all = self.retention_directives or self.prompt_cache_retention == "24h" or last == len(self.messages)
+        return None if is_all else last
 
     @property
     def callable_tools(self) -> Dicts:

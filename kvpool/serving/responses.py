@@ -44,6 +44,7 @@ class ResponsesRequest(Indirect):
     parallel_tool_calls: bool = True
     reasoning: dict[str, Any] = Field({})
     text: dict[str, Any] = Field({})
+    prompt_cache_retention: Any = None
     stream: bool = False
 
     def asked(self) -> dict[str, Any]:
@@ -64,6 +65,7 @@ class ResponsesRequest(Indirect):
             asked["response_format"] = {"type": "json_schema", "json_schema": form} if is_schema else form
         asked |= {name: getattr(self, name) for name in {"temperature", "top_p"} & self.model_fields_set}
         asked |= {"parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
+        asked["prompt_cache_retention"] = self.prompt_cache_retention
         return asked | {"max_tokens": self.max_output_tokens}
 
 

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -17,6 +17,7 @@ from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 from kvpool.errors import RequestRejected
 from kvpool.groups import arenas_of
 
+KEPT = 1 / 8  # of a pool: others lose a twentieth of their hits by so much, and 10 % by a quarter
 UNREAD = 2**16  # tokens and likely tokens of a stream that wait for its client
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Runner:
         self._thread = threading.Thread(target=self._work, name="kvpool-engine", daemon=True)
         self.engine: Engine
         self.failure: BaseException | None = None
+        self.weights: Mapping[str, float] = {}  # of tenants: they share out what the pool may keep
         self.lost = asyncio.Event()
 
     async def start(self) -> None:
@@ -135,6 +137,8 @@ class Runner:
             self._news.append((run, EngineFailed("the engine is lost")))
             return
         try:
+            if run.options.get("keep") is not None:
+                self._limit_kept(engine, run.options)
             for number, prompt in enumerate(run.prompts):
                 id = engine.submit(prompt, on_token=run.listener(number, self._news), **run.options)
                 self._owners[id] = run, number
@@ -147,6 +151,14 @@ class Runner:
             self.cancel(run, engine)
         else:
             self._news.append((run, None))
+
+    def _limit_kept(self, engine: Engine, options: Mapping[str, Any]) -> None:
+        """Limit what the tenant of a run keeps: its share of a part of the pool, which may have been resized."""
+        tenant, pool, blocks = options["tenant"], engine.kv.pool, engine.kv.pool.num_blocks * KEPT
+        if pool.prefix is not None:
+            blocks *= self.weights.get(tenant, 1) / sum(self.weights.values()) if self.weights else 1
+            own = engine.kv.own_namespace(options["namespace"])
+            pool.prefix.limit_kept(own, int(blocks / engine.kv.layout.columns(0)))
 
     def cancel(self, run: Run, engine: Engine) -> None:
         """Cancel the prompts of a run that have not ended."""

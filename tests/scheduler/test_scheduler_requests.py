@@ -23,6 +23,7 @@ TYPE_ERRORS = [
     *({"deadline": value} for value in ("1", True)),
     *({name: []} for name in ("id", "tenant")),
     {"cut": 1.0},
+    *({"keep": keep} for keep in (300, (1, 300), "1h")),
 ]
 VALUE_ERRORS = [
     *({"prompt": prompt} for prompt in ([], [-1], [2**31], np.zeros((2, 2), int), np.array([-1]), [10**30])),

@@ -338,7 +338,7 @@ class Engine:
             Called with a `TokenEvent` for every token. If it raises, only this request ends.
         stop : str, or sequence of str or of tokens
             A stop string is removed from the text. A stop sequence of tokens stays in the answer.
-        max_tokens, id, eos, n, beam_width, length_penalty, priority, tenant, deadline, namespace, cut
+        max_tokens, id, eos, n, beam_width, length_penalty, priority, tenant, deadline, namespace, cut, keep
             See `kvpool.Request`. ``max_tokens`` is 256 by default, ``eos`` the end tokens of the tokenizer, ``cut`` a
             think block that the prompt opens at its end.
         temperature, top_p, top_k, min_p, xtc, seed, logit_bias, penalties, top_logprobs, min_tokens, grammar
