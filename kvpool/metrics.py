@@ -69,6 +69,7 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
         by_arena("kvpool_cow_copies_total", "counter", "Blocks copied because a shared one was written.", "cow_copies"),
         by_arena("kvpool_cow_tokens_total", "counter", "Tokens of these copies.", "cow_tokens"),
         gauge("kvpool_prefix_nodes", "Blocks that the prefix cache can find.", prefix.nodes),
+        gauge("kvpool_prefix_kept", "Of these, blocks that a directive keeps.", prefix.kept),
         gauge("kvpool_prefix_checkpoints", "Checkpoints of layer groups that hits can use.", prefix.checkpoints),
         *(counter(f"kvpool_prefix_{name}_total", text, getattr(prefix, name)) for name, text in _PREFIX.items()),
     ]

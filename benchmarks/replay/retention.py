@@ -2,15 +2,20 @@
 
 The requests come one after the other at their times, which the pool is told in whole seconds. Every `EVERY`-th
 conversation keeps its prompts, and pauses before each request for as long as its directive lasts, less a tenth. The
-same trace is replayed without a directive, and both count what each request finds.
+same trace is replayed without a directive, and both count what each request finds::
+
+    python -m benchmarks.replay.retention TRACE BLOCKS TTL [MOST_KEPT]
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks.replay.readers import read_trace
 from benchmarks.replay.trace import Trace
 from kvpool import Plan, Pool
 from kvpool.retention import Keep
@@ -50,14 +55,15 @@ def with_pauses(trace: Trace, ttl: int) -> tuple[np.ndarray, np.ndarray]:
     return times, np.argsort(times, kind="stable")
 
 
-def hits(trace: Trace, num_blocks: int, ttl: int, *, kept: bool) -> tuple[np.ndarray, int]:
+def hits(trace: Trace, num_blocks: int, ttl: int, most: int | None, *, kept: bool) -> tuple[np.ndarray, int]:
     """Tokens that each request finds, int64 ``[R]``, and the most blocks that were kept at a time."""
     times, order = with_pauses(trace, ttl)
     keepers = set(np.unique(trace.sessions)[::EVERY].tolist())
-    size, most, found = trace.block_size, 0, np.zeros(len(trace), np.int64)
+    size, peak, found = trace.block_size, 0, np.zeros(len(trace), np.int64)
     longest = -(-int(trace.prompts.max()) // size)
     with Pool(num_blocks + 1, size, max_seqs=1, max_blocks_per_seq=longest, in_order=True, prefix_cache=True) as pool:
         assert pool.prefix is not None  # it has a prefix cache
+        pool.prefix.limit_kept(b"", most)
         plan = Plan(pool, 1, int(trace.prompts.max()), formats=("seq_lens",))
         for row in order.tolist():
             if kept:
@@ -70,15 +76,18 @@ def hits(trace: Trace, num_blocks: int, ttl: int, *, kept: bool) -> tuple[np.nda
             pool.step(plan, [handle], prompt - int(found[row]))
             pool.prefix.commit(handle, tokens[found[row] :])
             pool.close(handle)
-            most = max(most, pool.prefix.stats().kept)
+            peak = max(peak, pool.prefix.stats().kept)
         pool.check()
-    return found, most
+    return found, peak
 
 
-def retained(trace: Trace, num_blocks: int, ttl: int) -> Retained:
-    """Replay a trace with ids and conversations through a pool of so many blocks, with directives of `ttl` seconds."""
+def retained(trace: Trace, num_blocks: int, ttl: int, most: int | None = None) -> Retained:
+    """Replay a trace with ids and conversations through a pool of so many blocks, with directives of `ttl` seconds.
+
+    At most `most` blocks are kept; None: no limit.
+    """
     times, order = with_pauses(trace, ttl)
-    (with_, most), (without, _) = (hits(trace, num_blocks, ttl, kept=kept) for kept in (True, False))
+    (with_, peak), (without, _) = (hits(trace, num_blocks, ttl, most, kept=kept) for kept in (True, False))
     keepers = set(np.unique(trace.sessions)[::EVERY].tolist())
     last: dict[int, int] = {}
     due, back = 0, np.zeros(len(trace), np.bool_)
@@ -96,5 +105,14 @@ def retained(trace: Trace, num_blocks: int, ttl: int) -> Retained:
         last[session] = row
     return Retained(
         due, int(with_[back].sum()), int(without[back].sum()), int(with_[~back].sum()), int(without[~back].sum()),
-        most / num_blocks,
+        peak / num_blocks,
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    path, *sizes = sys.argv[1:]
+    told = retained(read_trace(Path(path)), *map(int, sizes))
+    print(
+        f"of what was kept {told.found / told.due:.1%} is found in time, {told.found_without / told.due:.1%} without "
+        f"directives; the others find {told.others / told.others_without - 1:+.2%}; {told.most_kept:.1%} kept at most"
+    )

@@ -62,3 +62,16 @@ def test_keep_ends_while_there_is_always_a_step_out():
         step = following or scheduler.schedule()
     assert seconds[0] == 65.0
     scheduler.fail(step)
+
+
+def test_keep_that_ended_while_nothing_ran_is_the_first_to_leave_a_smaller_pool():
+    seconds, pool = [5.0], Pool(48, 4, prefix_cache=True, seed=1)
+    scheduler = Scheduler(pool, clock=lambda: seconds[0])
+    scheduler.add(Request(PROMPT, max_tokens=1, keep=Keep(1, 60)))
+    drain(scheduler)
+    scheduler.add(Request(OTHERS[0], max_tokens=1))
+    drain(scheduler)
+    seconds[0] += 60
+    scheduler.require_fit("resize", {0: 9})
+    pool.resize(9)
+    assert [pool.prefix.match([*prompt, 0]) for prompt in (PROMPT, OTHERS[0])] == [0, 32]
