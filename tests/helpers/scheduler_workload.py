@@ -16,6 +16,7 @@ from token_model import TokenMemory, TokenModel, salt_of
 
 from kvpool import Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
+from kvpool.retention import Keep
 from kvpool.scheduler import Decoding
 
 NAMESPACES = (b"", b"lora-1", b"tenant-2")
@@ -152,7 +153,7 @@ def draw_crowd(seed: int) -> Workload:
 
 
 def share_out(workload: Workload) -> None:
-    """Give requests tenants and deadlines, and the scheduler weights and bounds of its order."""
+    """Give requests tenants, deadlines and directives, and the scheduler weights and bounds of its order."""
     rng = np.random.default_rng([workload.seed, 20264])
     tenants = TENANTS[: int(rng.integers(1, 5))]
     whose = [tenants[at] for at in rng.integers(len(tenants), size=len(workload.arrivals))]
@@ -165,6 +166,10 @@ def share_out(workload: Workload) -> None:
     if rng.random() < 0.3:
         some = [request.id for _, request in workload.arrivals if rng.random() < 0.4]
         workload.patience = {name: log_uniform(rng, 1, 200) for name in some}
+    if rng.random() < 0.3:
+        for at, (tick, request) in enumerate(workload.arrivals):
+            keep = Keep(int(rng.integers(1, 8)), log_uniform(rng, 1, 400)) if rng.random() < 0.4 else None
+            workload.arrivals[at] = tick, replace(request, keep=keep)
 
 
 def draw_pool(rng: np.random.Generator, requests: list[Request], block_size: int, pressed: bool) -> dict[str, Any]:
