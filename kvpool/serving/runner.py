@@ -17,7 +17,7 @@ from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 from kvpool.errors import RequestRejected
 from kvpool.groups import arenas_of
 
-KEPT = 1 / 8  # of a pool: others lose a twentieth of their hits by so much, and 10 % by a quarter
+KEPT = 1 / 8  # of a pool: docs/numbers.md#prompts-that-stay-cached says what others lose by it
 UNREAD = 2**16  # tokens and likely tokens of a stream that wait for its client
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
