@@ -30,6 +30,20 @@ SAMPLING = {
     "stream_options": (({}, {"include_usage": True}), ({"include_usage": 1}, "x")),
     "model": (("tiny",), ()),
     "cache_salt": (("a", "\u202e"), ("y" * 513,)),
+    "retention_directives": (
+        (
+            [],
+            [{"priority": 0}],
+            [{"priority": 100, "start": 5, "end": 2, "duration": 1e-9}, {"priority": 1, "end": None}],
+        ),
+        (
+            [{}],
+            [{"priority": 101}],
+            [{"priority": 1, "end": 0}],
+            [{"priority": 1, "duration": 2**31}],
+            [{"priority": 1}] * 65,
+        ),
+    ),
     "priority": ((0, -1, 2**31 - 1, 1 - 2**31), (2**31, -(2**31), "1")),
     "timeout": ((3600, 86400.0), (0, 86400.5, "1")),
     "use_beam_search": ((False,), (1, "true")),
@@ -73,6 +87,7 @@ CHAT = {
         (
             *([ONE], [{"role": "system", "content": "be"}, ONE], [ONE | {"content": [{"type": "text", "text": "a"}]}]),
             *([ONE | {"content": []}], [ONE | {"x": 1, "content": None}], [ONE, ONE | {"role": "assistant"}]),
+            *([ONE | {"cache_control": one}, ONE] for one in (5, {}, {"ttl": []}, {"ttl": "1h"})),
         ),
         (
             *([], "hi", 5, {}, [5], [[]], [None], [{}], [{"role": "user"}], [{"content": "x"}]),
@@ -113,6 +128,7 @@ COUNT = {
     "tools": (([], [USER_TOOL]), ([{}], [USER_TOOL] * 2, [USER_TOOL] * 129, [USER_TOOL | {"name": ""}])),
     "tool_choice": (({"type": "none"}, {"type": "auto", "x": 1}), ("none", {"type": "any"}, {"type": "tool"})),
     "thinking": (({"type": "disabled"}, {"type": "enabled", "budget_tokens": 1}), ({"type": "x"}, "enabled")),
+    "cache_control": (({}, {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}), ({"type": "x"}, {"ttl": "2h"})),
     "output_config": (({}, {"effort": "low"}, {"a": 1}), ({"format": {"type": "x"}}, {"effort": "x"}, "low")),
     "model": (("tiny",), ()),
 }
