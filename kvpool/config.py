@@ -243,7 +243,9 @@ def available_memory_nbytes() -> int:
         available = int(import_module("psutil").virtual_memory().available)
     limit, used = _read_text("/sys/fs/cgroup/memory.max"), _read_text("/sys/fs/cgroup/memory.current")
     if limit.strip().isdigit() and used.strip().isdigit():
-        available = min(available, max(0, int(limit) - int(used)))
+        pages = re.search(r"^inactive_file (\d+)", _read_text("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+        freed = int(pages.group(1)) if pages else 0  # cached files, such as the weights', which leave first
+        available = min(available, max(0, int(limit) - max(0, int(used) - freed)))
     return available
 
 

@@ -25,6 +25,7 @@ from kvpool.protocol import (
     checked_ids,
     checked_resize,
     move_rows,
+    move_within,
 )
 from kvpool.sizing import Parts, StateArray, aligned_nbytes, block_nbytes_of
 from kvpool.spec import KVSpec, checked_int
@@ -443,8 +444,7 @@ class GroupStorage:
         PlanStateError, OutOfBlocks, ValueError, CapacityExceeded
             As from `Pool.resize`. State unchanged.
         MemoryError, RuntimeError
-            No memory for an arena that grows. Those that grow are as before, except that blocks of the prefix cache
-            and others may have moved in those that shrink.
+            No memory for an arena that grows. Those that grow are as before; those that shrink have shrunk.
         """
         before = {arena: self._pool.stats(arena).num_blocks for arena in num_blocks}
         moves: dict[int, np.ndarray] = self._pool.resize(num_blocks)
@@ -604,8 +604,15 @@ class BlockRows:
     def resize(self, num_blocks: int, moves: Any) -> None:
         """Have another number of blocks; see `KVBackend.resize`."""
         size, moves = checked_resize(self.num_blocks, num_blocks, moves)
-        new = self._zeros(size, self.bytes.shape[1])
-        move_rows(self.bytes, new, moves)
+        try:
+            new = self._zeros(size, self.bytes.shape[1])
+        except MemoryError:
+            if size > self.num_blocks:
+                raise
+            move_within(self.bytes, moves)
+            new = self.bytes[:size]
+        else:
+            move_rows(self.bytes, new, moves)
         self.bytes, self.num_blocks = new, size
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:

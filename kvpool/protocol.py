@@ -315,6 +315,12 @@ def move_rows(old: np.ndarray, new: np.ndarray, moves: np.ndarray) -> None:
         new[moves[at : at + piece, 1]] = old[moves[at : at + piece, 0]]
 
 
+def move_within(rows: Any, moves: np.ndarray) -> None:
+    """Move rows inside an array, where there is no memory for another one. They come from behind all that stay."""
+    for source, target in moves.tolist():
+        rows[target] = rows[source]
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """The limits of a backend. ``None`` in a field means: no limit."""
@@ -546,7 +552,9 @@ class KVBackend(Protocol):
         """Have another number of blocks from now on, after all calls so far. Steps made before are not valid any more.
 
         One layer after the other gets new memory and gives its old memory back, so both numbers of blocks of one layer
-        are there at a time; of layout "block" those of all layers. O(bytes of the blocks that stay).
+        are there at a time; of layout "block" those of all layers. A smaller number never fails for want of memory,
+        because the pool has moved its blocks already: a layer that gets none keeps its old memory, and moves its blocks
+        there. O(bytes of the blocks that stay).
 
         Parameters
         ----------
@@ -560,7 +568,7 @@ class KVBackend(Protocol):
         Raises
         ------
         MemoryError, RuntimeError
-            The system, or the framework, has no memory for it. State unchanged.
+            The system, or the framework, has no memory for more blocks. State unchanged.
         """
         ...
 

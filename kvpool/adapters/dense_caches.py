@@ -194,7 +194,7 @@ def nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:
     return [next(leaves) if node is None else made(node[0], caches=tuple(nested(node[1], leaves))) for node in tree]
 
 
-def made(kind: type, **fields: Any) -> Any:
+def made(kind: type, /, **fields: Any) -> Any:
     """Return an object with these attributes."""
     new: Any = object.__new__(kind)
     vars(new).update(fields)

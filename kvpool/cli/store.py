@@ -93,7 +93,9 @@ def _ls(folder: Any, args: argparse.Namespace) -> int:
     now, rows = time.time_ns(), []
     for each in _segments(folder):
         unused = max(now - each.used, 0) // 10**9
-        rows.append({"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": unused})
+        rows.append(
+            {"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": unused}
+        )
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0

@@ -50,7 +50,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._line, self._peer = transport, transport.get_extra_info("peername")
+        self._line, self._peer = transport, self.client  # as requests name it: of IPv6 the system says more
         self._unread, self._seen = 0, time.monotonic()  # bytes for the client; when it last was busy, or read some
         self.all[self] = None
         idle = [one for one in self.all if not one.is_busy]

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -185,10 +186,20 @@ class Runner:
         self._calls.put(partial(what, *args))
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
-        """Return what a function says of the engine. The thread calls it."""
-        answer: asyncio.Future[T] = self._loop.create_future()
-        self.call(lambda engine: self._loop.call_soon_threadsafe(answer.set_result, question(engine)))
-        return await answer
+        """Return what a function says of the engine, or raise what it raises. The thread calls it."""
+        answer: Future[T] = Future()
+
+        def say(engine: Engine) -> None:
+            if answer.set_running_or_notify_cancel():  # somebody still waits
+                try:
+                    said = question(engine)
+                except Exception as error:
+                    answer.set_exception(error)
+                else:
+                    answer.set_result(said)
+
+        self.call(say)
+        return await asyncio.wrap_future(answer)
 
 
 def running(engine: Engine) -> list[tuple[Any, int]]:

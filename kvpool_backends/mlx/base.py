@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import Capabilities, checked_resize, move_rows
+from kvpool.protocol import Capabilities, checked_resize, move_rows, move_within
 from kvpool.spec import KVSpec
 from kvpool_backends.checks import checked_rows, checked_storage
 
@@ -62,21 +62,33 @@ class PoolMemory:
         return list(found.values())
 
     def resize(self, have: int, num_blocks: int, moves: np.ndarray) -> None:
-        """Give each array another number of blocks, one after the other; all or none. Nothing is queued on them."""
-        number = 0
+        """Give each array another number of blocks, one after the other. Nothing is queued on them.
+
+        More blocks: all arrays or none. Fewer: all, and those that get no memory stay in that which they have.
+        """
         try:
-            for number, kind in enumerate(self._shapes(num_blocks)):
-                self._replace(number, *kind, moves)
-        except BaseException:
-            for again, kind in enumerate(self._shapes(have)[:number]):
-                self._replace(again, *kind, moves[:, ::-1])
-            raise
+            for number, (shape, dtype) in enumerate(self._shapes(num_blocks)):
+                self._put(number, self._resized(self.arrays[number], shape, dtype, moves))
+                mx.clear_cache()  # the old memory goes to the system
+        except BaseException as error:
+            for number in range(len(self.arrays)):
+                self._cut(number, min(have, num_blocks), moves)
+            if num_blocks > have or not isinstance(error, (MemoryError, RuntimeError)):
+                raise
         finally:
             self._addresses = self.addresses()
 
-    def _replace(self, number: int, shape: tuple[int, ...], dtype: mx.Dtype, moves: np.ndarray) -> None:
-        self._put(number, self._resized(self.arrays[number], shape, dtype, moves))
-        mx.clear_cache()  # the old memory goes to the system
+    def _cut(self, number: int, num_blocks: int, moves: np.ndarray) -> None:
+        """Leave an array so many blocks, in its memory."""
+        array = self.arrays[number]
+        if len(array) > num_blocks:
+            self._move_within(array, moves)
+            array = array[:num_blocks]
+            mx.eval(array)
+            self._put(number, array)
+
+    def _move_within(self, array: mx.array, moves: np.ndarray) -> None:
+        move_within(_memory_of(array), moves)
 
     def _put(self, number: int, array: mx.array) -> None:
         self.arrays[number] = array

@@ -21,7 +21,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
+from kvpool.protocol import (
+    FEATURES,
+    SCORES,
+    AnyPlan,
+    AttentionOptions,
+    BatchShape,
+    Capabilities,
+    StepArrays,
+    move_within,
+)
 from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
 from kvpool_backends.checks import (
     block_ids,
@@ -364,6 +373,11 @@ class PoolArrays(PoolMemory):
     def _put(self, number: int, array: mx.array) -> None:
         super()._put(number, array)
         self.planes[number // len(self.planes[0])][number % len(self.planes[0])] = array
+
+    def _move_within(self, array: mx.array, moves: np.ndarray) -> None:
+        for move in np.split(moves, range(1, len(moves))) if len(moves) else ():
+            move_within(array, move)
+            mx.eval(array)  # before it takes more memory than a row
 
     def _resized(self, old: mx.array, shape: tuple[int, ...], dtype: mx.Dtype, moves: np.ndarray) -> mx.array:
         sources, targets = (_int32(side) for side in moves.T)

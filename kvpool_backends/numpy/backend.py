@@ -23,6 +23,7 @@ from kvpool.protocol import (
     StepArrays,
     checked_resize,
     move_rows,
+    move_within,
 )
 from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS, KVSpec
 from kvpool_backends.checks import (
@@ -221,12 +222,20 @@ class NumpyBackend:
     def resize(self, num_blocks: int, moves: Any, *, storage: np.ndarray | None = None) -> None:
         size, moves = checked_resize(self.num_blocks, num_blocks, moves)
         rows = None if storage is None else checked_rows("resize", self.spec, size, storage)
-        found = _views(self.spec, size, rows)  # the system hands out its pages as they are filled
-        for layer, planes in enumerate(found if rows is None else ()):
-            for old, new in zip(self._planes[layer], planes, strict=True):
-                move_rows(old, new, moves)
-            self._planes[layer] = planes
-            del old
+        try:
+            found = _views(self.spec, size, rows)  # the system hands out its pages as they are filled
+        except MemoryError:
+            if size > self.num_blocks:
+                raise
+            for plane in self._every_plane():
+                move_within(plane, moves)
+            found = [tuple(plane[:size] for plane in planes) for planes in self._planes]
+        else:
+            for layer, planes in enumerate(found if rows is None else ()):
+                for old, new in zip(self._planes[layer], planes, strict=True):
+                    move_rows(old, new, moves)
+                self._planes[layer] = planes
+                del old
         self._planes, self.num_blocks = found, size
 
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:

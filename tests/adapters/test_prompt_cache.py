@@ -709,6 +709,20 @@ def test_a_class_is_kept_as_it_was_registered(caplog):
         register_cache(Stranger, "window")
 
 
+def test_a_cache_of_any_attributes_comes_back_with_them():
+    class Own(cache_module.KVCache):
+        def __init__(self):
+            super().__init__()
+            self.kind = self.fields = "mine"
+
+    prompts, tokens = PromptCache(), list(range(40))
+    cache = Own()
+    cache.update_and_fetch(mx.ones((1, 2, 40, 8)), mx.ones((1, 2, 40, 8)))
+    assert prompts.insert(tokens, [cache])
+    (found,), length = prompts.fetch([*tokens, 1])
+    assert (type(found), found.kind, found.fields, length) == (Own, "mine", "mine", 40)
+
+
 def test_an_unknown_class_is_logged_once(caplog):
     unknown = type("Odd", (programs.Unknown,), {})
     for prompts in (PromptCache(), PromptCache()):

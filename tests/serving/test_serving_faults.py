@@ -123,6 +123,19 @@ def test_exception_anywhere_in_the_engine_harms_nobody_who_comes_later():
     assert events > 5000, "the clients hardly used the engine"
 
 
+def test_question_that_raises_is_answered_by_its_exception_and_harms_nobody():
+    async def ask_all():
+        runner = Runner(make)
+        await runner.start()
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(runner.ask(lambda engine: 1 // 0), 60)
+        answers = await runner.ask(lambda engine: engine.kv.pool.num_blocks), await crowd(runner)
+        return answers, runner.failure, await runner.stop()
+
+    (blocks, answers), failure, left = asyncio.run(ask_all())
+    assert (blocks, failure, left) == (200, None, 0) and all(isinstance(one, dict) for one in answers)
+
+
 @pytest.mark.long
 def test_server_that_does_not_recover_is_found():
     runner = Runner(make)

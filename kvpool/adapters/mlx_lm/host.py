@@ -734,9 +734,13 @@ class PagedKV:
             if self.storage is not None:
                 moves = self.storage.resize(sizes)
             else:
-                moves = self.pool.resize(sizes)
-                for store in self.arenas:
-                    store.resize(sizes[0], moves[0])
+                before, moves = self.pool.num_blocks, self.pool.resize(sizes)
+                try:
+                    for store in self.arenas:
+                        store.resize(sizes[0], moves[0])
+                except BaseException:
+                    self.pool.resize({0: min(before, sizes[0])})  # what is blank leaves again: nothing moves
+                    raise
             if self.stored is not None:
                 self.stored.moved(moves)
         mx.clear_cache()
