@@ -32,7 +32,7 @@ from kvpool_backends.checks import (
     checked_storage,
     gathered,
 )
-from kvpool_backends.cpu._kernels import BlockStore, base_arrays, default_isa, tilings
+from kvpool_backends.cpu._kernels import BlockStore, default_isa, tilings
 
 _HUGE_PAGE_NBYTES = 2 * 2**20
 _PAGE_NBYTES = 4096
@@ -189,7 +189,7 @@ class CPUBackend(StoredBlocks):
     def _memory(self, call: str, num_blocks: int, storage: np.ndarray | None) -> list[np.ndarray]:
         if storage is not None:
             return [checked_rows(call, self.spec, num_blocks, storage)]
-        bases = base_arrays(self.spec, num_blocks)
+        bases = self.spec.base_arrays(num_blocks)
         return zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], call)
 
     def __repr__(self) -> str:

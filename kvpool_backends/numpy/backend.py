@@ -296,21 +296,19 @@ class NumpyBackend:
 
 def _views(spec: KVSpec, num_blocks: int, rows: np.ndarray | None) -> list[tuple[np.ndarray, ...]]:
     """Per layer the strided view of each plane: in base arrays of zeros, or in `rows` of layout "block"."""
-    bases: dict[tuple[str, int], np.ndarray] = {}
+    sizes = [prod(shape) * itemsize for shape, _, itemsize in spec.base_arrays(num_blocks)]
+    bases = [np.zeros(size, np.uint8) for size in sizes] if rows is None else [rows[0]]
     layers = []
     for layer in range(spec.num_layers):
         planes = []
-        for stored in spec.stored_planes:
+        for number, stored in enumerate(spec.stored_planes):
             layout, dtype = spec.plane_layout(stored.name, num_blocks), _STORED[stored.dtype]
-            key, size = (layout.array, layer if layout.per_layer else 0), dtype.itemsize
-            if key not in bases:
-                nbytes = prod(layout.shape) * (1 if spec.layout == "block" else size)
-                bases[key] = np.zeros(nbytes, np.uint8) if rows is None else rows[0]
+            base, size = bases[spec.base_number(layer, number)], dtype.itemsize
             begin = (layout.offset + layer * layout.layer_stride) * size
             block = layout.block_stride * size if rows is None else rows.strides[0]
             strides = (block, layout.slot_stride * size, layout.head_stride * size, size)
             shape = (num_blocks, spec.block_size, spec.num_kv_heads, stored.dim)
-            planes.append(as_strided(bases[key][begin : begin + size].view(dtype), shape, strides))
+            planes.append(as_strided(base[begin : begin + size].view(dtype), shape, strides))
         layers.append(tuple(planes))
     return layers
 
