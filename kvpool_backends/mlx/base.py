@@ -125,6 +125,11 @@ def _memory_of(array: mx.array) -> np.ndarray:
     return np.frombuffer(memoryview(memory), f"u{array.dtype.size}").reshape(array.shape)
 
 
+def int32(x: np.ndarray) -> mx.array:
+    """A numpy array on MLX's device."""
+    return mx.array(np.ascontiguousarray(x, np.int32))
+
+
 class MemoryReport(NamedTuple):
     """Memory of the pool, and MLX's own counts, in bytes."""
 
