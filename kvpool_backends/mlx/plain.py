@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, StepArrays
-from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS, KVSpec
 from kvpool_backends.checks import (
     block_ids,
     check_layer,
@@ -415,6 +415,8 @@ class PoolArrays(PoolMemory):
         if bits is None:
             return parts[0]
         words, *factors = parts
+        if not words.size:  # MLX dequantizes at least one token
+            return mx.zeros((*words.shape[:-1], words.shape[-1] * WORD_BITS // bits), factors[0].dtype)
         scales, biases = (part.astype(mx.float32) for part in factors)
         return mx.dequantize(words, scales, biases, self._spec.quant_group_size, bits).astype(factors[0].dtype)
 
