@@ -109,10 +109,6 @@ class StoreBackend:
 
     store: BlockStore
 
-    def prepare(self, plan: AnyPlan) -> Any:
-        """The plan itself: the kernels check, and copy, what they read with every call."""
-        return plan
-
     def copy_blocks(self: Any, plan: AnyPlan | np.ndarray) -> None:
         self.store.copy_blocks(np.asarray(getattr(plan, "copies", plan)))
 
@@ -248,6 +244,10 @@ class CPUBackend(StoreBackend):
         self._arrays, self.store, self.num_blocks = arrays, store, size
 
     # ---------------------------------------------------------------------- one step
+
+    def prepare(self, plan: AnyPlan) -> AnyPlan:
+        """The plan itself: the kernels check, and copy, what they read with every call."""
+        return plan
 
     def write(self, step: AnyPlan, layer: int, k: Any, v: Any) -> None:
         self.store.write(layer, _tokens(k), _tokens(v), step.slot_mapping)

@@ -29,7 +29,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, SCORES, AttentionOptions, BatchShape, Capabilities
+from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities
 from kvpool.spec import LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES
 from kvpool_backends.checks import checked_results
 from kvpool_backends.cpu._kernels import BlockStore
@@ -73,6 +73,10 @@ class KernelBackend(StoreBackend, BaseBackend):
         del self.store
 
     # ------------------------------------------------------------------------------------------ one step
+
+    def prepare(self, plan: AnyPlan) -> Any:
+        """Return the plan itself: each kernel call checks and copies the arrays that it reads."""
+        return plan
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
         """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
