@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from kvpool.cli.console import CommandError, nbytes, real, whole
 from kvpool.cli.options import (
-    MOST_CHUNK,
-    MOST_RUNNING,
     add_cache_arguments,
     add_draft_arguments,
     add_model_arguments,
@@ -25,11 +23,11 @@ from kvpool.cli.options import (
     bits_of,
     blocks_in_memory,
     by_flags,
+    engine_options,
     load_draft_model,
     memory_of,
     num_drafts_of,
     place_of,
-    policy_of,
     proposer,
     store_of,
     tiny_model,
@@ -115,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Return 0 if all blocks came back, else 1."""
-    port, block_size = whole("--port", args.port, 0), whole("--kv-block-size", args.kv_block_size)
+    port = whole("--port", args.port, 0)
     if port > LAST_PORT:  # the socket would take the port modulo 65536
         raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
     bounds, _ = bounds_of(args), limit_of(args.wired)
@@ -123,7 +121,10 @@ def run(args: argparse.Namespace) -> int:
     if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
         sources = "--api-key, --api-keys or the variable KVPOOL_API_KEY"
         raise CommandError(f"--host {args.host}: others can reach this address, so a key is needed: {sources}")
-    options = engine_options(args, block_size) | {"weights": weights, "store": store_of(args)}
+    options = engine_options(args, 4) | {"weights": weights, "store": store_of(args)}
+    options["max_waiting"] = whole("--max-waiting", args.max_waiting)
+    if args.max_model_len is not None:
+        options["max_model_len"] = whole("--max-model-len", args.max_model_len)
     num_drafts_of(args)
     grace, wanted = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
@@ -288,24 +289,6 @@ def publisher_of(args: argparse.Namespace) -> Any:
         return EventPublisher(args.events, replay=args.events_replay)
     except OSError as exc:
         raise CommandError(f"--events: {str(exc).removeprefix('[EventPublisher] ')}") from None
-
-
-def engine_options(args: argparse.Namespace, block_size: int) -> dict[str, Any]:
-    """Return the options of `Engine`, checked as far as possible without a model."""
-    running = whole("--max-running", args.max_running, most=MOST_RUNNING)
-    chunk = whole("--chunk", args.chunk, most=MOST_CHUNK)
-    longest = {} if args.max_model_len is None else {"max_model_len": whole("--max-model-len", args.max_model_len)}
-    return {
-        "num_blocks": None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 4),
-        "block_size": block_size,
-        "max_running": running,
-        "max_waiting": whole("--max-waiting", args.max_waiting),
-        "prefill_chunk": chunk,
-        "max_step_tokens": max(2 * chunk, running),
-        "eviction": policy_of(args, block_size),
-        **bits_of(args),
-        **longest,
-    }
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
