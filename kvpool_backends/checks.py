@@ -28,6 +28,15 @@ from kvpool.spec import KVSpec, checked_int
 Blocks = Sequence[int] | np.ndarray
 _PLAIN = AttentionOptions()
 
+STORED: dict[str, np.dtype[Any]] = {  # what base arrays hold, in numpy: other floats are bits there
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float8_e4m3": np.dtype("u1"),
+    "uint32": np.dtype("<u4"),
+    "uint8": np.dtype("u1"),
+}
+
 
 def checked_storage(call: str, can: Capabilities, spec: KVSpec, num_blocks: int, route: str = "") -> int:
     """`num_blocks`, if a backend with the capabilities `can` can serve `spec`; `route` is added to a refusal."""

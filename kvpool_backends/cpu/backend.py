@@ -23,6 +23,7 @@ from kvpool.protocol import (
 )
 from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
 from kvpool_backends.checks import (
+    STORED,
     block_ids,
     check_layer,
     checked_import,
@@ -79,16 +80,6 @@ def _give_back(array: np.ndarray) -> None:
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
     begin = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
     owner.madvise(mmap.MADV_DONTNEED, begin, -(-array.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES)
-
-
-_STORED: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),
-    "float8_e4m3": np.dtype(np.uint8),
-    "uint32": np.dtype(np.uint32),
-    "uint8": np.dtype(np.uint8),
-}
 
 
 def default_layout(isa: str | None = None) -> str:
@@ -223,7 +214,7 @@ class CPUBackend(StoreBackend):
         if storage is not None:
             return [checked_rows(call, self.spec, num_blocks, storage)]
         bases = self.spec.base_arrays(num_blocks)
-        return zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], call)
+        return zeroed([shape for shape, _, _ in bases], [STORED[dtype] for _, dtype, _ in bases], call)
 
     def __repr__(self) -> str:
         return f"<CPUBackend of {self.spec.describe(self.num_blocks)}, {self.store.isa}>"
@@ -324,7 +315,7 @@ class CPUBackend(StoreBackend):
     def _zeros(self, *shape: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         is_float8 = self.spec.dtype == "float8_e4m3"
         arrays = [
-            np.zeros((*shape, dim), np.float32 if bits or is_float8 else _STORED[self.spec.dtype])
+            np.zeros((*shape, dim), np.float32 if bits or is_float8 else STORED[self.spec.dtype])
             for (_, dim), bits in zip(self.spec.planes, self.spec.bits, strict=True)
         ]
         return arrays, arrays
