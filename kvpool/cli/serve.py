@@ -113,9 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Return 0 if all blocks came back, else 1."""
-    port = whole("--port", args.port, 0)
-    if port > LAST_PORT:  # the socket would take the port modulo 65536
-        raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
+    port = whole("--port", args.port, 0, LAST_PORT)  # the socket would take a larger one modulo 65536
     bounds, _ = bounds_of(args), limit_of(args.wired)
     keys, weights = read_keys(args)
     if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
@@ -135,7 +133,6 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"needs mlx-lm and a web server ({exc}): {install_command('serve')}") from None
     host = f"[{args.host}]" if ":" in args.host else args.host
     hosts = frozenset(name.lower() for name in (*LOOPBACK, host, *args.allow_host))
-    most = whole("--max-tokens", args.max_tokens)
     connections = process.allowed_connections(wanted)
     if connections < wanted:
         say(f"kvpool serve: --max-connections {wanted}: the system allows files for {connections}")
@@ -144,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         hosts,
         keys,
         weights,
-        max_tokens=most,
+        max_tokens=whole("--max-tokens", args.max_tokens),
         max_connections=connections,
         evicts=options["eviction"] is not None,
         **settings_of(args),
