@@ -22,6 +22,7 @@ from kvpool.protocol import (
     KVBackend,
     StepArrays,
     check_distinct,
+    checked_bytes,
     checked_ids,
     checked_resize,
     move_rows,
@@ -135,13 +136,9 @@ class StateSlots:
 
     def import_slots(self, slots: Slots, data: np.ndarray) -> None:
         """Overwrite states with rows of `export_slots`. Slots must be distinct."""
-        ids, data = self._ids("import_slots", slots), np.array(data)
+        ids = self._ids("import_slots", slots)
         check_distinct("import_slots", "slot", ids)
-        if data.dtype != np.uint8:
-            raise TypeError(f"[import_slots] data must be uint8, got {data.dtype}")
-        if data.shape != (len(ids), self.slot_nbytes):
-            expected = [len(ids), self.slot_nbytes]
-            raise ValueError(f"[import_slots] data must have shape {expected}, got {list(data.shape)}")
+        data = checked_bytes("import_slots", np.array(data), len(ids), self.slot_nbytes)
         begin = 0
         for plane, array in zip(self._planes, self.arrays, strict=True):
             part = self._xp.array(data[:, begin : begin + array.nbytes]).view(plane.dtype)
@@ -622,12 +619,8 @@ class BlockRows:
         return self.bytes[self._ids("export_blocks", blocks)]
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
-        ids, data = self._ids("import_blocks", blocks), np.asarray(data)
-        if data.dtype != np.uint8:
-            raise TypeError(f"[import_blocks] data must be uint8, got {data.dtype}")
-        if data.shape != (len(ids), self.bytes.shape[1]):
-            expected = [len(ids), self.bytes.shape[1]]
-            raise ValueError(f"[import_blocks] data must have shape {expected}, got {list(data.shape)}")
+        ids = self._ids("import_blocks", blocks)
+        data = checked_bytes("import_blocks", data, len(ids), self.bytes.shape[1])
         check_distinct("import_blocks", "block", ids)
         self.bytes[ids] = data
 

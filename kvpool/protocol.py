@@ -289,6 +289,16 @@ def check_distinct(call: str, what: str, ids: np.ndarray) -> None:
         raise ValueError(f"[{call}] a {what} is named twice in {ids.tolist()}")
 
 
+def checked_bytes(call: str, data: Any, num_rows: int, nbytes: int) -> np.ndarray:
+    """`data` as uint8 ``[num_rows, nbytes]``."""
+    data = np.asarray(data)
+    if data.dtype != np.uint8:
+        raise TypeError(f"[{call}] data must be uint8, got {data.dtype}")
+    if data.shape != (num_rows, nbytes):
+        raise ValueError(f"[{call}] data must have shape {[num_rows, nbytes]}, got {list(data.shape)}")
+    return data
+
+
 def checked_resize(have: int, num_blocks: Any, moves: Any) -> tuple[int, np.ndarray]:
     """The arguments of a `resize` of `have` blocks, or state slots: the new number, and moves as int64 ``[K, 2]``."""
     size, pairs = checked_int("resize", "num_blocks", num_blocks), np.asarray(moves)

@@ -6,6 +6,7 @@ All sizes are Python integers (no overflow) and carry their unit in the name: ``
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from operator import index
 from typing import Any
 
@@ -248,13 +249,7 @@ class KVSpec:
     @property
     def array_block_nbytes(self) -> int:
         """Bytes of one block in the largest base array: devices limit the size of a single array."""
-        arrays: dict[str, int] = {}
-        for plane in self.stored_planes:
-            layout = self.plane_layout(plane.name, 1)
-            layers = 1 if layout.per_layer else self.num_layers
-            nbytes = layers * self.block_size * self.num_kv_heads * plane.dim * plane.itemsize_nbytes
-            arrays[layout.array] = arrays.get(layout.array, 0) + nbytes
-        return max(arrays.values())
+        return max(prod(shape) * itemsize for shape, _, itemsize in self.base_arrays(1))
 
     def plane_layout(self, plane: str, num_blocks: int) -> PlaneLayout:
         """Base array and strides of a stored plane, such as ``"k"``, in a pool of `num_blocks` blocks."""
@@ -271,6 +266,21 @@ class KVSpec:
         else:
             shape, strides = (num_blocks, slots, heads, dim), (0, slots * heads * dim, heads * dim, dim)
         return PlaneLayout(plane, shape, True, 0, *strides)
+
+    def base_arrays(self, num_blocks: int) -> list[tuple[tuple[int, ...], str, int]]:
+        """Shape, dtype and bytes of an element of every base array: layer by layer, and inside a layer plane by plane.
+
+        The dtype is that of the stored plane. Layout "block" has one array, of uint8. See `base_number`.
+        """
+        if self.layout == "block":
+            return [((num_blocks, self.block_nbytes), "uint8", 1)]
+        planes = self.stored_planes
+        shapes = [self.plane_layout(plane.name, num_blocks).shape for plane in planes]
+        return [(shape, x.dtype, x.itemsize_nbytes) for shape, x in zip(shapes, planes, strict=True)] * self.num_layers
+
+    def base_number(self, layer: int, plane: int) -> int:
+        """Which of `base_arrays` holds the stored plane with the number `plane` of a layer."""
+        return 0 if self.layout == "block" else layer * len(self.stored_planes) + plane
 
 
 # ---------------------------------------------------------------------- checks

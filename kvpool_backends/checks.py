@@ -20,12 +20,22 @@ from kvpool.protocol import (
     KVBackend,
     StepArrays,
     check_distinct,
+    checked_bytes,
     checked_ids,
 )
 from kvpool.spec import KVSpec, checked_int
 
 Blocks = Sequence[int] | np.ndarray
 _PLAIN = AttentionOptions()
+
+STORED: dict[str, np.dtype[Any]] = {  # what base arrays hold, in numpy: other floats are bits there
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float8_e4m3": np.dtype("u1"),
+    "uint32": np.dtype("<u4"),
+    "uint8": np.dtype("u1"),
+}
 
 
 def checked_storage(call: str, can: Capabilities, spec: KVSpec, num_blocks: int, route: str = "") -> int:
@@ -84,12 +94,8 @@ def gathered(backend: KVBackend, blocks: Blocks, num_tokens: int | None) -> tupl
 
 def checked_import(backend: KVBackend, blocks: Blocks, data: Any) -> tuple[np.ndarray, np.ndarray]:
     """The arguments of an `import_blocks`: distinct ids and uint8 ``[n, block_nbytes]``."""
-    ids, data = block_ids(backend, "import_blocks", blocks), np.asarray(data)
-    expected = (ids.size, backend.spec.block_nbytes)
-    if data.dtype != np.uint8:
-        raise TypeError(f"[import_blocks] data must be uint8, got {data.dtype}")
-    if data.shape != expected:
-        raise ValueError(f"[import_blocks] data must have shape {list(expected)}, got {list(data.shape)}")
+    ids = block_ids(backend, "import_blocks", blocks)
+    data = checked_bytes("import_blocks", data, ids.size, backend.spec.block_nbytes)
     check_distinct("import_blocks", "block", ids)
     return ids, data
 

@@ -9,10 +9,10 @@ A finding is shrunk and printed as a test, with the command that repeats it.
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import json
 import os
+import pkgutil
 import random
 import sys
 import time
@@ -93,19 +93,16 @@ class Progress:
 
 def load_target(text: str) -> Callable[..., Any]:
     """The factory that ``module:factory`` names. It may be in the working directory."""
-    module, colon, name = text.partition(":")
-    if not colon:
+    if ":" not in text:
         raise CommandError(f"--target {text}: it has to be MODULE:FACTORY")
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        found: Callable[..., Any] = pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
         raise CommandError(f"--target {text}: {error}") from None
     finally:
         sys.path.remove(os.getcwd())
-    return found  # type: ignore[return-value]
+    return found
 
 
 def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool | None:

@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.console import CommandError, real, whole
 from kvpool.cli.options import (
-    MOST_CHUNK,
-    MOST_RUNNING,
     add_cache_arguments,
     add_draft_arguments,
     add_model_arguments,
-    bits_of,
     blocks_in_memory,
     by_flags,
+    engine_options,
     load_draft_model,
     memory_of,
     num_drafts_of,
-    policy_of,
     proposer,
     tiny_model,
 )
@@ -190,12 +187,10 @@ def read_prompts(texts: list[str], files: list[str]) -> list[str]:
 
 def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str, Any]) -> tuple[Any, Engine]:
     """The loaded tokenizer, and an engine with a pool that fits."""
-    block_size, chunk = whole("--kv-block-size", args.kv_block_size), whole("--chunk", args.chunk, most=MOST_CHUNK)
-    max_running, num_drafts = whole("--max-running", args.max_running, most=MOST_RUNNING), num_drafts_of(args)
-    policy, bits = policy_of(args, block_size), bits_of(args)
+    given, num_drafts = engine_options(args, 2), num_drafts_of(args)
+    block_size, max_running, num_blocks = given["block_size"], given["max_running"], given["num_blocks"]
     if args.eviction not in (None, "window") and options["beam_width"]:
         raise CommandError(f"--eviction {args.eviction} and --beam exclude each other: a beam keeps every token")
-    num_blocks = None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 2)
     try:
         from kvpool.adapters.mlx_lm import loading
         from kvpool.adapters.mlx_lm.engine import Engine
@@ -216,22 +211,16 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             rows = min(max_running, sequences * len(prompts))
             most = blocks_in_memory(args, model, block_size, rows, draft)
-            if policy is None and loading.keeps_all(model):
+            if given["eviction"] is None and loading.keeps_all(model):
                 refuse_endless(model, lengths, options["max_tokens"], (most - 1) * block_size)
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
             num_blocks = most if args.memory else min(most, max(needed, 64))
         engine = Engine(
             model,
-            num_blocks,
             tokenizer=tokenizer,
-            block_size=block_size,
             prefix_cache=args.prefix_cache,
-            max_running=max_running,
-            max_step_tokens=max(2 * chunk, max_running),
-            prefill_chunk=chunk,
-            eviction=policy,
             speculate=proposer(num_drafts, draft, num_blocks * block_size, max_running),
-            **bits,
+            **given | {"num_blocks": num_blocks},
         )
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         raise CommandError(f"--model {args.model}: {by_flags(exc) or 'not enough memory'}") from None

@@ -155,6 +155,22 @@ def bits_of(args: argparse.Namespace) -> dict[str, Any]:
     return bits
 
 
+def engine_options(args: argparse.Namespace, least_blocks: int) -> dict[str, Any]:
+    """Return the options of `Engine` that commands share, checked as far as possible without a model."""
+    block_size = whole("--kv-block-size", args.kv_block_size)
+    running = whole("--max-running", args.max_running, most=MOST_RUNNING)
+    chunk = whole("--chunk", args.chunk, most=MOST_CHUNK)
+    return {
+        "num_blocks": None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, least_blocks),
+        "block_size": block_size,
+        "max_running": running,
+        "prefill_chunk": chunk,
+        "max_step_tokens": max(2 * chunk, running),
+        "eviction": policy_of(args, block_size),
+        **bits_of(args),
+    }
+
+
 def by_flags(error: Exception) -> str:
     """The text of an error of the library, with flags where it names arguments. Empty if it says nothing."""
     flags = {field: name for name, field, _ in BITS} | {field: name for name, _, field, *_ in FIELDS if field != "kind"}

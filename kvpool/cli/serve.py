@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from kvpool.cli.console import CommandError, nbytes, real, whole
 from kvpool.cli.options import (
-    MOST_CHUNK,
-    MOST_RUNNING,
     add_cache_arguments,
     add_draft_arguments,
     add_model_arguments,
@@ -25,11 +23,11 @@ from kvpool.cli.options import (
     bits_of,
     blocks_in_memory,
     by_flags,
+    engine_options,
     load_draft_model,
     memory_of,
     num_drafts_of,
     place_of,
-    policy_of,
     proposer,
     store_of,
     tiny_model,
@@ -115,15 +113,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Return 0 if all blocks came back, else 1."""
-    port, block_size = whole("--port", args.port, 0), whole("--kv-block-size", args.kv_block_size)
-    if port > LAST_PORT:  # the socket would take the port modulo 65536
-        raise CommandError(f"--port {args.port}: out of range, 0..{LAST_PORT}")
+    port = whole("--port", args.port, 0, LAST_PORT)  # the socket would take a larger one modulo 65536
     bounds, _ = bounds_of(args), limit_of(args.wired)
     keys, weights = read_keys(args)
     if args.host not in ("localhost", "127.0.0.1", "::1") and not keys:
         sources = "--api-key, --api-keys or the variable KVPOOL_API_KEY"
         raise CommandError(f"--host {args.host}: others can reach this address, so a key is needed: {sources}")
-    options = engine_options(args, block_size) | {"weights": weights, "store": store_of(args)}
+    options = engine_options(args, 4) | {"weights": weights, "store": store_of(args)}
+    options["max_waiting"] = whole("--max-waiting", args.max_waiting)
+    if args.max_model_len is not None:
+        options["max_model_len"] = whole("--max-model-len", args.max_model_len)
     num_drafts_of(args)
     grace, wanted = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
@@ -134,7 +133,6 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"needs mlx-lm and a web server ({exc}): {install_command('serve')}") from None
     host = f"[{args.host}]" if ":" in args.host else args.host
     hosts = frozenset(name.lower() for name in (*LOOPBACK, host, *args.allow_host))
-    most = whole("--max-tokens", args.max_tokens)
     connections = process.allowed_connections(wanted)
     if connections < wanted:
         say(f"kvpool serve: --max-connections {wanted}: the system allows files for {connections}")
@@ -143,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         hosts,
         keys,
         weights,
-        max_tokens=most,
+        max_tokens=whole("--max-tokens", args.max_tokens),
         max_connections=connections,
         evicts=options["eviction"] is not None,
         **settings_of(args),
@@ -288,24 +286,6 @@ def publisher_of(args: argparse.Namespace) -> Any:
         return EventPublisher(args.events, replay=args.events_replay)
     except OSError as exc:
         raise CommandError(f"--events: {str(exc).removeprefix('[EventPublisher] ')}") from None
-
-
-def engine_options(args: argparse.Namespace, block_size: int) -> dict[str, Any]:
-    """Return the options of `Engine`, checked as far as possible without a model."""
-    running = whole("--max-running", args.max_running, most=MOST_RUNNING)
-    chunk = whole("--chunk", args.chunk, most=MOST_CHUNK)
-    longest = {} if args.max_model_len is None else {"max_model_len": whole("--max-model-len", args.max_model_len)}
-    return {
-        "num_blocks": None if args.num_blocks is None else whole("--num-blocks", args.num_blocks, 4),
-        "block_size": block_size,
-        "max_running": running,
-        "max_waiting": whole("--max-waiting", args.max_waiting),
-        "prefill_chunk": chunk,
-        "max_step_tokens": max(2 * chunk, running),
-        "eviction": policy_of(args, block_size),
-        **bits_of(args),
-        **longest,
-    }
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,9 @@ import numpy as np
 from kvpool import Plan, Pool
 from kvpool.config import DTYPES, LAYOUTS
 from kvpool.protocol import BatchShape, KVBackend, StepArrays
+from kvpool.spec import QUANT_BITS
 from kvpool.testing import conformance_attention, conformance_groups, conformance_storage
+from kvpool.testing.conformance_attention import exported
 from kvpool.testing.dense import dense_attention, dense_attention_and_size, round_to, stored_bytes
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import (
@@ -50,6 +53,7 @@ from kvpool.testing.filled import (
     fill_all,
     int32,
     mask_rows,
+    quantized_specs,
     refuses,
     run_cases,
     same_bytes,
@@ -222,7 +226,8 @@ def unused_slots_never_matter(factory: Factory) -> None:
 
 @_case
 def padding_is_inert(factory: Factory) -> None:
-    """Padding (rows of length 0, flat cu_q_lens, slots -1) writes nothing and answers 0."""
+    """Padding (rows of length 0, flat cu_q_lens, slots -1) writes nothing, answers 0 and scores 0, with any options."""
+    can = capabilities_of(factory)
     for spec in specs(factory):
         filled = fill(factory, spec, [8, 5])
         padded, backend = filled.padded([2, 1]), filled.backend
@@ -231,13 +236,23 @@ def padding_is_inert(factory: Factory) -> None:
         write(backend, padded, 0, k, v)
         same_bytes(everything(backend), before, "a write to slots -1")
         q = filled.queries([6], 4)
-        out = attend(backend, 0, q, padded)
-        close(out[:3], filled.expected(0, q[:3], [2, 1]), spec, "rows before padding")
-        assert out.shape[0] == 6 and not out[3:].any(), "padding tokens must answer 0"
+        every = given = some_options(filled, [2, 1], 4, can.features)
+        if every.mask is not None:
+            nan = np.full((3, *every.mask.shape[1:]), np.nan, np.float32)
+            given = replace(every, mask=np.concatenate([every.mask, nan]))
+        for plan, options, due in ((padded, None, None), (filled.padded([2, 1], pad=-1), given, every)):
+            out = attend(backend, 0, q, plan, None, options)
+            close(out[:3], filled.expected(0, q[:3], [2, 1], None, due), spec, f"rows before padding, {told(due)}")
+            assert out.shape[0] == 6 and not out[3:].any(), "padding tokens must answer 0"
         empty = StepArrays(block_tables=np.zeros((0, 1), np.int32))
         backend.copy_blocks(empty)
         write(backend, empty, 0, k[:0], v[:0])
         assert attend(backend, 0, q[:0], empty).shape == (0, 4, spec.value_head_dim)
+        for kind in can.scores:
+            alone, scores = exported(filled, q[:3], filled.plan([2, 1]), kind)[1], exported(filled, q, padded, kind)[1]
+            assert scores.shape == (4, spec.num_kv_heads, 8) and not scores[2:].any(), "padding rows must score 0"
+            assert np.array_equal(scores[:2], alone), "padding rows change the scores of others"
+            assert exported(filled, q[:0], empty, kind)[1].shape == (0, spec.num_kv_heads, 0)
         same_bytes(everything(backend), before, "an empty batch")
 
 
@@ -267,6 +282,7 @@ def copies_take_exactly_the_valid_tokens(factory: Factory) -> None:
         layouts=capabilities_of(factory).layouts,
         block_sizes=(1, 3, 8),
         dtypes=tuple(DTYPES),
+        packed=True,
     ):
         backend, rng = factory(spec, 7), np.random.default_rng(SEED)
         fill_all(backend, rng)
@@ -328,20 +344,27 @@ def gather_copies_tokens_in_logical_order(factory: Factory) -> None:
 
 @_case
 def exported_blocks_hold_the_documented_bytes(factory: Factory) -> None:
-    """Layer, plane, position, head, element: known tokens appear where they belong."""
-    for spec in specs(factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), layers=3):
+    """Layer, plane, position, head, element: known tokens appear where they belong, quantized ones by the formula."""
+    can = capabilities_of(factory)
+    dense = specs(factory, layouts=can.layouts, dtypes=tuple(DTYPES), layers=3, packed=True)
+    for spec in chain(dense, quantized_specs(factory, 1, can.layouts[:1], can.dtypes[1:])):
         filled = fill(factory, spec, [spec.block_size])
         data = np.asarray(filled.backend.export_blocks([int(filled.tables[0, 0])]))
         assert data.dtype == np.uint8 and data.shape == (1, spec.block_nbytes), "export is uint8 [n, block_nbytes]"
-        planes = [plane[layer][0] for layer in range(3) for plane in (filled.k, filled.v)]
-        expected = np.concatenate([stored_bytes(plane, spec.dtype) for plane in planes])
-        same_bytes(data, expected[None], f"export from layout {spec.layout}")
+        expected = [
+            part.ravel()
+            for layer in range(spec.num_layers)
+            for given, bits in zip((filled.given_k, filled.given_v), spec.bits, strict=True)
+            for part in filled.stored(given[layer][0], bits)
+        ]
+        same_bytes(data, np.concatenate(expected)[None], f"export of {spec.storage} from layout {spec.layout}")
 
 
 @_case
 def import_restores_what_export_took(factory: Factory) -> None:
     """Into the same blocks, into others, and into another backend; no other block changes."""
-    for spec in specs(factory, layouts=capabilities_of(factory).layouts, dtypes=tuple(DTYPES), block_sizes=(3, 8)):
+    layouts = capabilities_of(factory).layouts
+    for spec in specs(factory, layouts=layouts, dtypes=tuple(DTYPES), block_sizes=(3, 8), packed=True):
         backend, other = factory(spec, 6), factory(spec, 9)
         fill_all(backend, np.random.default_rng(SEED))
         fill_all(other, np.random.default_rng(SEED + 1))
@@ -358,7 +381,7 @@ def import_restores_what_export_took(factory: Factory) -> None:
 @_case
 def zero_clears_only_what_it_names(factory: Factory) -> None:
     """All layers and planes of these blocks are 0, everything else stays."""
-    for spec in specs(factory, layouts=capabilities_of(factory).layouts, layers=3):
+    for spec in specs(factory, layouts=capabilities_of(factory).layouts, layers=3, packed=True):
         backend = factory(spec, 6)
         fill_all(backend, np.random.default_rng(SEED))
         expected = everything(backend)
@@ -472,6 +495,9 @@ def refused_specs_raise(factory: Factory) -> None:
     others = [replace(spec, dtype=dtype) for dtype in DTYPES]
     others += [replace(spec, layout=layout) for layout in LAYOUTS]
     others += [replace(spec, block_size=7), replace(spec, head_dim=7), replace(spec, v_head_dim=spec.head_dim + 1)]
+    dim = max(capabilities_of(factory).head_dims or (128,))
+    wide = replace(spec, head_dim=dim, v_head_dim=dim, quant_group_size=32)
+    others += [replace(wide, k_bits=bits, v_bits=bits) for bits in QUANT_BITS if dim % 32 == 0]
     refuses(factory, others)
 
 

@@ -295,23 +295,17 @@ def sinks_are_counted_once(factory: Factory) -> None:
 
 @_feature
 def alibi_biases_by_distance(factory: Factory) -> None:
-    """Slopes of usual sizes, steep, 0 and negative; each head its own."""
+    """Slopes of usual sizes, steep, 0 and negative; each head its own.
+
+    Softmax hides a bias that all keys share; a sink tells whether distance 0 has bias 0 for each query.
+    """
     _need_features(factory, "alibi_slopes")
+    sinks = [None] + [np.arange(4.0)] * ("sinks" in capabilities_of(factory).features)
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(3, 16)):
         filled = fill(factory, spec, _LONG)
-        for slopes in ([0.5, 0.25, 0.0625, 0.00390625], [0.7, 3.0, 0.0, -0.005]):
-            options = AttentionOptions(alibi_slopes=np.array(slopes))
-            _check_decode_and_chunks(filled, _LONG_CHUNKS, f"slopes {slopes}", options)
-
-
-@_feature
-def alibi_distance_starts_at_the_query(factory: Factory) -> None:
-    """Softmax hides a bias that all keys share; a sink tells whether distance 0 has bias 0 for each query."""
-    _need_features(factory, "alibi_slopes", "sinks")
-    for spec in specs(factory, dtypes=tuple(DTYPES)):
-        slopes, sinks = np.array([0.5, 0.1, 0.01, -0.005]), np.array([0.0, 1.0, 2.0, 3.0])
-        options = AttentionOptions(alibi_slopes=slopes, sinks=sinks)
-        _check_decode_and_chunks(fill(factory, spec, _LONG), _LONG_CHUNKS, "slopes and sinks", options)
+        for slopes, logits in product(([0.5, 0.25, 0.0625, 0.00390625], [0.7, 3.0, 0.0, -0.005]), sinks):
+            options = AttentionOptions(alibi_slopes=np.array(slopes), sinks=logits)
+            _check_decode_and_chunks(filled, _LONG_CHUNKS, f"slopes {slopes}, sinks {logits}", options)
 
 
 # ---------------------------------------------------------------------- masks
@@ -450,25 +444,6 @@ def _check_decode_and_chunks_of(filled: Filled, options: AttentionOptions, what:
     filled.check(_SHORT_CHUNKS, 4, f"{what}, chunks", options=options)
     newest = np.cumsum(_SHORT_CHUNKS) - 1
     filled.check([1] * len(_SHORT_CHUNKS), 4, f"{what}, decode", options=mask_rows(options, newest))
-
-
-@_feature
-def padding_is_inert_under_options(factory: Factory) -> None:
-    """Padding rows and tokens answer 0, whatever the mask says of them, and with sinks."""
-    features = capabilities_of(factory).features
-    if not features:
-        raise NotApplicable
-    for spec in specs(factory):
-        filled = fill(factory, spec, [8, 5])
-        padded, q = filled.padded([2, 1], pad=-1), filled.queries([6], 4)
-        options = some_options(filled, [2, 1], 4, features)
-        mask = {}
-        if options.mask is not None:
-            mask = {"mask": np.concatenate([options.mask, np.full((3, *options.mask.shape[1:]), np.nan, np.float32)])}
-        fields = {name: getattr(options, name) for name in features} | mask
-        out = attend(filled.backend, 0, q, padded, None, AttentionOptions(**fields))
-        close(out[:3], filled.expected(0, q[:3], [2, 1], None, options), spec, "rows before padding")
-        assert not out[3:].any(), "padding tokens must answer 0"
 
 
 # ---------------------------------------------------------------------- refusals
@@ -660,20 +635,6 @@ def scores_of_a_row_follow_from_what_it_sees(factory: Factory) -> None:
                 own = StepArrays(plan.block_tables[mine], plan.seq_lens[mine], np.array([0, q_lens[row]], np.int32))
                 alone = exported(filled, q[tokens], own, kind)[1][0]
                 assert np.array_equal(result[row, :, : filled.contexts[row]], alone), f"other rows matter ({spec})"
-
-
-@_score
-def scores_of_padding_are_zero(factory: Factory) -> None:
-    """Rows of length 0 and an empty batch."""
-    for kind in _kinds(factory):
-        for spec in specs(factory):
-            filled = fill(factory, spec, [8, 5])
-            plan, padded, q = filled.plan([2, 1]), filled.padded([2, 1]), filled.queries([6], 4)
-            alone, scores = exported(filled, q[:3], plan, kind)[1], exported(filled, q, padded, kind)[1]
-            assert scores.shape == (4, spec.num_kv_heads, 8) and not scores[2:].any(), "padding rows must score 0"
-            assert np.array_equal(scores[:2], alone), "padding rows change the scores of others"
-            empty = StepArrays(block_tables=np.zeros((0, 1), np.int32))
-            assert exported(filled, q[:0], empty, kind)[1].shape == (0, spec.num_kv_heads, 0)
 
 
 @_score

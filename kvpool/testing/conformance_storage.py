@@ -6,17 +6,14 @@ refused. `kvpool.testing.conformance` is the entrance, and says how cases are ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from kvpool.config import DTYPES, LAYOUTS, KVSpec
+from kvpool.config import DTYPES, KVSpec
 from kvpool.protocol import AttentionOptions, StepArrays
-from kvpool.spec import QUANT_BITS
 from kvpool.testing.dense import quantized
 from kvpool.testing.filled import (
     SEED,
@@ -30,14 +27,11 @@ from kvpool.testing.filled import (
     collector,
     everything,
     fill,
-    fill_all,
-    int32,
+    quantized_specs,
     refused,
-    refuses,
     same_bytes,
     slots_of,
     specs,
-    token_columns,
     values,
     write,
 )
@@ -46,10 +40,8 @@ COMPACT_CASES: list[Case] = []
 RESIZE_CASES: list[Case] = []
 QUANTIZED_CASES: list[Case] = []
 STEP_CASES: list[Case] = []
-_compact, _quantized, _step = collector(COMPACT_CASES), collector(QUANTIZED_CASES), collector(STEP_CASES)
-
-
-_resize = collector(RESIZE_CASES)
+_compact, _resize = collector(COMPACT_CASES), collector(RESIZE_CASES)
+_quantized, _step = collector(QUANTIZED_CASES), collector(STEP_CASES)
 
 
 # ====================== other numbers of blocks
@@ -138,20 +130,24 @@ def _kept(tokens: np.ndarray, keep: np.ndarray) -> np.ndarray:
 
 @_compact
 def compaction_moves_what_stays_and_nothing_else(factory: Factory) -> None:
-    """Every layout and dtype, other tokens per layer and head: the rest of the pool keeps its bytes."""
+    """Every layout and dtype, other tokens per layer and head: the rest of the pool keeps its bytes.
+
+    Quantized tokens move as they are.
+    """
     _need_compact(factory)
     layouts = capabilities_of(factory).layouts
-    for spec in specs(factory, dtypes=tuple(DTYPES), layouts=layouts, block_sizes=(1, 3, 8), layers=3):
+    for spec in specs(factory, dtypes=tuple(DTYPES), layouts=layouts, block_sizes=(1, 3, 8), layers=3, packed=True):
         filled = fill(factory, spec, [21, 30], poison=7.0)
         backend, table = filled.backend, _table(filled, 1)
         for n in (30, 29, 17, 8, 1, 0):
             before, keep = everything(backend), _some(filled, 1, n)
+            gathered = [backend.gather(layer, table, filled.contexts[1]) for layer in range(spec.num_layers)]
+            held = [[backend.to_numpy(x) for x in planes] for planes in gathered]
             backend.compact(table, keep)
-            for layer in range(spec.num_layers):
-                for kept, was in zip(backend.gather(layer, table, n), (filled.k, filled.v), strict=True):
-                    was[layer][1] = _kept(was[layer][1], keep[layer])
-                    got = backend.to_numpy(kept)
-                    assert np.array_equal(got, was[layer][1]), f"{n} tokens, layer {layer} ({spec}, seed {SEED})"
+            for layer, planes in enumerate(held):
+                for kept, was in zip(backend.gather(layer, table, n), planes, strict=True):
+                    same = np.array_equal(backend.to_numpy(kept), _kept(was, keep[layer]))
+                    assert same, f"{n} tokens, layer {layer} ({spec}, seed {SEED})"
             filled.contexts[1] = n
             others = np.setdiff1d(np.arange(backend.num_blocks), table[: -(-n // spec.block_size)])
             same_bytes(everything(backend)[others], before[others], f"blocks behind {n} tokens, and of others")
@@ -231,47 +227,23 @@ def misplaced_tokens_are_refused_before_a_byte_changes(factory: Factory) -> None
 # ====================== quantized planes
 
 _CONTEXTS = [1, 17, 99]
-# Bits of keys, bits of values, group.
-_KINDS = [(8, 8, 64), (4, 4, 32), (8, 4, 64), (None, 8, 32), (4, None, 64), (4, 4, 128)]
 _TOLERANCE = 2e-5  # of float32 results: scale * sum(q n) and bias * sum(q) cancel to a few of 255 steps
 
 
-def _quantized_specs(
-    factory: Factory, *, layouts: bool = False, dtypes: bool = False, layers: int = 1
-) -> Iterator[KVSpec]:
-    """Quantized specs that the backend accepts: bits of keys and values, groups, and on request layouts and dtypes."""
-    can, found = capabilities_of(factory), False
-    for layout in can.layouts if layouts else can.layouts[:1]:
-        for dtype in [d for d in DTYPES if d in can.dtypes and d != "float8_e4m3"] if dtypes else can.dtypes[:1]:
-            for k_bits, v_bits, group in _KINDS:
-                dim = max(group, 64)
-                v_dim = dim if group == 32 else 128
-                spec = KVSpec(layers, 2, dim, dtype, 16, v_dim, layout, k_bits, v_bits, group)
-                if can.refusal(spec, 4) is None:
-                    found = True
-                    yield spec
+def _quantized_specs(factory: Factory, *, layouts: bool = False) -> list[KVSpec]:
+    """Quantized specs in every dtype; or in every layout."""
+    can = capabilities_of(factory)
+    dtypes = can.dtypes[:1] if layouts else can.dtypes
+    found = list(quantized_specs(factory, 1, can.layouts if layouts else can.layouts[:1], dtypes))
     if not found:
         raise NotApplicable
-
-
-@_quantized
-def quantized_bytes_are_those_of_the_formula(factory: Factory) -> None:
-    """Words, scales and biases of every plane, in the order of the export."""
-    for spec in chain(_quantized_specs(factory, layouts=True, layers=2), _quantized_specs(factory, dtypes=True)):
-        filled = fill(factory, spec, [spec.block_size])
-        expected = []
-        for layer in range(spec.num_layers):
-            for given, bits in zip((filled.given_k, filled.given_v), spec.bits, strict=True):
-                parts = filled.stored(given[layer][0], bits)
-                expected += [part.ravel() for part in parts]
-        got = np.asarray(filled.backend.export_blocks([int(filled.tables[0, 0])]))
-        same_bytes(got, np.concatenate(expected)[None], f"{spec.storage}, {spec.layout}")
+    return found
 
 
 @_quantized
 def groups_of_every_kind_are_stored_by_the_formula(factory: Factory) -> None:
     """One sign, one value, zeros, ties, tiny and large; one that is not finite becomes NaN, its neighbours do not."""
-    for spec in _quantized_specs(factory, dtypes=True):
+    for spec in _quantized_specs(factory):
         rng, n = np.random.default_rng(SEED), spec.block_size
         backend = factory(spec, 3)
         given = []
@@ -282,7 +254,8 @@ def groups_of_every_kind_are_stored_by_the_formula(factory: Factory) -> None:
             x[8, 0, 3], x[9, 1, dim - 1], x[10, 0, 0] = np.nan, np.inf, -np.inf
             given.append(x)
         k, v = map(backend.asarray, given)
-        backend.write(backend.prepare(StepArrays(slot_mapping=np.arange(n, 2 * n, dtype=np.int32))), 0, k, v)
+        for slots in (np.arange(n, 2 * n), np.full(n, -1)):  # padding alone is no token
+            backend.write(backend.prepare(StepArrays(slot_mapping=slots.astype(np.int32))), 0, k, v)
         got = [backend.to_numpy(x) for x in backend.gather(0, [1])]
         for x, bits, back in zip(given, spec.bits, got, strict=True):
             if bits is not None:
@@ -297,62 +270,13 @@ def groups_of_every_kind_are_stored_by_the_formula(factory: Factory) -> None:
 def quantized_contexts_equal_dense_attention(factory: Factory) -> None:
     """Decode and chunks, slots that nobody sees full of NaN, with options where the backend has them."""
     features = capabilities_of(factory).features
-    for spec in chain(_quantized_specs(factory, layouts=True), _quantized_specs(factory, dtypes=True)):
+    for spec in _quantized_specs(factory, layouts=True) + _quantized_specs(factory):
         filled = fill(factory, spec, _CONTEXTS)
         for q_lens in ([1, 1, 1], [1, 5, 70]):
             filled.check(q_lens, 4, f"{spec.storage}, {q_lens} queries", tolerance=_TOLERANCE)
         if "sinks" in features and "window" in features:
             options = AttentionOptions(sinks=np.linspace(-1, 2, 4), window=30)
             filled.check([1, 2, 3], 4, f"{spec.storage}, sinks and window", options=options, tolerance=_TOLERANCE)
-
-
-@_quantized
-def quantized_blocks_move_as_bytes(factory: Factory) -> None:
-    """Copies, zeros, export and import act on words, scales and biases, and on nothing else."""
-    for spec in _quantized_specs(factory, layouts=True, layers=2):
-        backend, other = factory(spec, 7), factory(spec, 7)
-        fill_all(backend, np.random.default_rng(SEED))
-        fill_all(other, np.nan)
-        expected = everything(backend)
-        backend.copy_blocks(int32([[3, 5, 7], [2, 6, spec.block_size]]))
-        backend.zero([1])
-        for src, dst, num_tokens in ((3, 5, 7), (2, 6, spec.block_size)):
-            for columns in token_columns(spec, num_tokens):
-                expected[dst, columns] = expected[src, columns]
-        expected[1] = 0
-        same_bytes(everything(backend), expected, f"{spec.storage}, {spec.layout}: copy and zero")
-        before = everything(other)
-        other.import_blocks([4, 0], backend.export_blocks([5, 6]))
-        before[[4, 0]] = expected[[5, 6]]
-        same_bytes(everything(other), before, f"{spec.storage}, {spec.layout}: import")
-
-
-@_quantized
-def quantized_tokens_are_compacted_as_they_are(factory: Factory) -> None:
-    """`compact` quantizes nothing anew."""
-    if not capabilities_of(factory).compacts:
-        raise NotApplicable
-    for spec in _quantized_specs(factory, layers=2):
-        filled = fill(factory, spec, [40])
-        backend, table = filled.backend, filled.tables[0, :3]
-        keep = np.sort(np.argsort(filled.rng.random((2, 2, 40)), axis=-1)[..., :21], axis=-1)
-        old = [[backend.to_numpy(x) for x in backend.gather(layer, table, 40)] for layer in range(2)]
-        backend.compact(table, keep)
-        for layer in range(2):
-            for before, after in zip(old[layer], backend.gather(layer, table, 21), strict=True):
-                stays = np.take_along_axis(before, keep[layer].T[:, :, None], 0)
-                assert np.array_equal(backend.to_numpy(after), stays), f"{spec.storage}: compaction changed tokens"
-
-
-@_quantized
-def other_bits_and_groups_are_refused(factory: Factory) -> None:
-    """What `capabilities` does not list, the factory refuses with a ValueError."""
-    can = capabilities_of(factory)
-    layout = next(name for name in can.layouts if name in LAYOUTS)
-    dim = 128 if can.head_dims is None else max(can.head_dims)
-    plain = KVSpec(1, 1, dim, can.dtypes[0], (can.block_sizes or (16,))[0], layout=layout)
-    tried = [replace(plain, k_bits=bits, v_bits=bits, quant_group_size=32) for bits in QUANT_BITS if dim % 32 == 0]
-    refuses(factory, tried)
 
 
 # ====================== steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvpool.testing.dense import dense_attention_and_size, quantized, round_to, 
 
 Factory = Callable[[KVSpec, int], KVBackend]
 Case = Callable[[Factory], None]
+OneCase = TypeVar("OneCase")
 
 # Largest error of an element over the size of its token and head (`dense_attention_and_size`). The inputs are exact, so
 # in float32 this is what the arithmetic rounds (a score s by s * 6e-8, so the cases keep scores near 10 at most); the
@@ -28,10 +29,10 @@ class NotApplicable(Exception):
     """The backend's capabilities leave a case nothing to try."""
 
 
-def collector(cases: list[Case]) -> Callable[[Case], Case]:
+def collector(cases: list[OneCase]) -> Callable[[OneCase], OneCase]:
     """A decorator that adds a case to `cases`."""
 
-    def add(case: Case) -> Case:
+    def add(case: OneCase) -> OneCase:
         cases.append(case)
         return case
 
@@ -86,8 +87,12 @@ def specs(
     layouts: Sequence[str] = (),
     block_sizes: Sequence[int] = (8,),
     head_dims: tuple[int, int] = (8, 8),
+    packed: bool = False,
 ) -> Iterator[KVSpec]:
-    """Specs of the product that the backend accepts; head dimensions are the smallest that it has."""
+    """Specs of the product that the backend accepts; head dimensions are the smallest that it has.
+
+    With `packed` also quantized ones, in all these layouts.
+    """
     can = capabilities_of(factory)
     layouts = layouts or (can.layouts[0],)
     dtypes = tuple(d for d in dtypes if d in can.dtypes) or can.dtypes[:1]
@@ -104,6 +109,24 @@ def specs(
             yield spec
     if not found:
         raise NotApplicable
+    if packed:
+        yield from quantized_specs(factory, layers, layouts, dtypes[:1])
+
+
+# Bits of keys, bits of values, group.
+_KINDS = [(8, 8, 64), (4, 4, 32), (8, 4, 64), (None, 8, 32), (4, None, 64), (4, 4, 128)]
+
+
+def quantized_specs(factory: Factory, layers: int, layouts: Sequence[str], dtypes: Sequence[str]) -> Iterator[KVSpec]:
+    """Quantized specs that the backend accepts: bits of keys and values, and groups."""
+    can = capabilities_of(factory)
+    for layout, dtype, (k_bits, v_bits, group) in product(layouts, dtypes, _KINDS):
+        if dtype in can.dtypes and dtype != "float8_e4m3":
+            dim = max(group, 64)
+            v_dim = dim if group == 32 else 128
+            spec = KVSpec(layers, 2, dim, dtype, 16, v_dim, layout, k_bits, v_bits, group)
+            if can.refusal(spec, 4) is None:
+                yield spec
 
 
 def refuses(factory: Factory, others: Sequence[KVSpec]) -> None:

@@ -232,7 +232,7 @@ class Checked:
         """Make a call that takes at most `most` blocks; a refusal must be true and change nothing."""
         free = self._num_free()
         try:
-            return call()
+            return self._asked(name, call, self.refusal)
         except self.refusal:
             if free >= most:
                 raise TargetFinding("refusal", f"{name} needs {most} blocks and was refused, {free} are free") from None
@@ -240,16 +240,13 @@ class Checked:
                 raise TargetFinding("refusal", f"{name} was refused, and left {now} of {free} blocks free") from None
             self._check()
             raise
-        except TargetFinding:  # of an adapter that compares
-            raise
-        except Exception as error:
-            raise _raised(name, error) from error
 
-    def _asked(self, name: str, question: Callable[[], Any]) -> Any:
-        """The answer to a question, which takes no block: there is nothing to refuse."""
+    def _asked(self, name: str, question: Callable[[], Any], *expected: type[BaseException]) -> Any:
+        """The answer to a question. What it raises is a finding, but for what is expected."""
+        passed: tuple[type[BaseException], ...] = (TargetFinding, *expected)  # a finding of an adapter that compares
         try:
             return question()
-        except TargetFinding:
+        except passed:
             raise
         except Exception as error:
             raise _raised(name, error) from error

@@ -13,15 +13,17 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading
-from kvpool.testing.filled import NotApplicable, run_cases
+from kvpool.testing.filled import NotApplicable, collector, refused, run_cases
 
 Factory = Callable[[Layout, str], BlockStore]
 Case = Callable[[Factory, str, bool], None]
 CASES: list[Case] = []
+_case = collector(CASES)
 SECONDS = 20.0  # until another's blocks are seen
 
 LAYOUT = Layout((BlockLayout(4, 700, "full"), BlockLayout(8, 1000, "window 16"), BlockLayout(8, 64, "state")), "w")
@@ -83,11 +85,6 @@ def stores(store: BlockStore, blocks: Blocks) -> np.ndarray:
 def prompt(seed: int, length: int = 60) -> np.ndarray:
     """Tokens of a prompt."""
     return np.random.default_rng(seed).integers(0, 50_000, length)
-
-
-def _case(function: Callable[[Factory, str, bool], None]) -> Case:
-    CASES.append(function)
-    return function
 
 
 def _seen(store: BlockStore, blocks: Blocks) -> None:
@@ -203,12 +200,8 @@ def a_wrong_argument_raises_and_changes_nothing(factory: Factory, place: str, sh
         ("store", TypeError, Blocks(blocks.keys, blocks.parents, blocks.tokens * 1.0, blocks.namespace), rows),
         ("lookup", TypeError, [b"key"], None),
     ):
-        try:
-            getattr(store, call)(*(argument for argument in (other, given) if argument is not None))
-        except error as refused:
-            assert str(refused).startswith(f"[{call}] "), f"the message is {refused}"
-        else:
-            raise AssertionError(f"{call} took what it must refuse with {error.__name__}")
+        arguments = (other,) if given is None else (other, given)
+        refused(partial(getattr(store, call), *arguments), error, f"a wrong argument of {call}", call)
     assert not store.lookup(blocks).any(), "a refused call stored something"
     store.close()
 

@@ -2,8 +2,6 @@
 
 from kvpool_backends.cpu._kernels import (
     BlockStore,
-    base_arrays,
-    base_shapes,
     default_isa,
     isas,
     num_threads,
@@ -15,8 +13,6 @@ from kvpool_backends.cpu.backend import CPUBackend, default_layout
 __all__ = [
     "BlockStore",
     "CPUBackend",
-    "base_arrays",
-    "base_shapes",
     "default_isa",
     "default_layout",
     "isas",

@@ -7,7 +7,6 @@ not see what another thread writes to a table meanwhile.
 import os
 import threading
 from inspect import signature
-from itertools import product
 from math import prod
 
 import numpy as np
@@ -154,30 +153,11 @@ def read_sum(arrays, num_threads=None):
 
 # ---------------------------------------------------------------------- the base arrays of a store
 
-def base_arrays(spec, num_blocks):
-    """(shape, dtype, bytes of an element) of the base arrays that a `BlockStore` wants, in its order.
-
-    The dtype is a name of `KVSpec.stored_planes`, or "uint8" in layout "block"; see `KVSpec.plane_layout`.
-    """
-    arrays = {}
-    for layer, plane in product(range(spec.num_layers), spec.stored_planes):
-        layout = spec.plane_layout(plane.name, num_blocks)
-        key = layout.array, layer if layout.per_layer else 0
-        kind = ("uint8", 1) if spec.layout == "block" else (plane.dtype, plane.itemsize_nbytes)
-        arrays.setdefault(key, (layout.shape, *kind))
-    return list(arrays.values())
-
-
-def base_shapes(spec, num_blocks):
-    """Shapes of the base arrays that a `BlockStore` wants, in its order; see `base_arrays`."""
-    return [shape for shape, _, _ in base_arrays(spec, num_blocks)]
-
-
 cdef int check_bases(Bases bases, object spec, int64_t num_blocks) except -1:
     """Raise unless these are the base arrays of `spec`: number, sizes, alignment, memory of their own."""
     cdef const Py_buffer* view
     cdef int64_t i, j
-    wanted = base_arrays(spec, num_blocks)
+    wanted = spec.base_arrays(num_blocks)
     if len(wanted) != bases.count:
         raise ValueError(f"[BlockStore] there are {bases.count} arrays, layout {spec.layout!r} has {len(wanted)}")
     for i, (shape, _, itemsize) in enumerate(wanted):
@@ -208,22 +188,21 @@ cdef int check_rows(const Py_buffer* view, object shape, int64_t size) except -1
 
 
 cdef int place_layers(kv_layer* layers, object spec, int64_t num_blocks, Bases bases) except -1:
-    """Where each plane of each layer lies; the arrays in the order of `base_arrays`."""
+    """Where each plane of each layer lies; the arrays in the order of `KVSpec.base_arrays`."""
     cdef kv_plane* plane
     cdef kv_part* part
     cdef char* base
-    cdef int64_t layer, index
+    cdef int64_t layer
     cdef int64_t rows = bases.views[0].strides[0] if spec.layout == "block" else 0  # bytes from block to block
-    order, dims, bits = {}, dict(spec.planes), dict(zip("kv", spec.bits))
+    dims, bits = dict(spec.planes), dict(zip("kv", spec.bits))
     for layer in range(spec.num_layers):
         layers[layer].dtype = DTYPES[spec.dtype]
         layers[layer].num_blocks = num_blocks
         layers[layer].block_size = spec.block_size
         layers[layer].num_kv_heads = spec.num_kv_heads
-        for stored in spec.stored_planes:
+        for number, stored in enumerate(spec.stored_planes):
             layout = spec.plane_layout(stored.name, num_blocks)
-            index = order.setdefault((layout.array, layer if layout.per_layer else 0), len(order))
-            base = <char*>bases.views[index].buf
+            base = <char*>bases.views[<int64_t>spec.base_number(layer, number)].buf
             base += <int64_t>((layout.offset + layer * layout.layer_stride) * stored.itemsize_nbytes)
             name = stored.name[0]
             plane = &layers[layer].k if name == "k" else &layers[layer].v
@@ -256,8 +235,7 @@ cdef class BlockStore:
     num_blocks : int
         1 .. 2^31 - 1.
     arrays : sequence of buffers
-        The base arrays that `KVSpec.plane_layout` describes, layer by layer and inside a layer plane by plane, one for
-        all layers where the layout has it so; see `base_shapes`. Any writable C-contiguous buffers of the right size
+        `KVSpec.base_arrays`. Any writable C-contiguous buffers of the right size
         and item size, bfloat16 as uint16 or as MLX's own, float8 as uint8. The rows of the one array of layout "block"
         may lie apart. They are held, and must stay where they are, for the life of the store.
     isa : str, optional

@@ -23,6 +23,7 @@ from kvpool.protocol import (
 )
 from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
 from kvpool_backends.checks import (
+    STORED,
     block_ids,
     check_layer,
     checked_import,
@@ -32,7 +33,7 @@ from kvpool_backends.checks import (
     checked_storage,
     gathered,
 )
-from kvpool_backends.cpu._kernels import BlockStore, base_arrays, default_isa, tilings
+from kvpool_backends.cpu._kernels import BlockStore, default_isa, tilings
 
 _HUGE_PAGE_NBYTES = 2 * 2**20
 _PAGE_NBYTES = 4096
@@ -81,16 +82,6 @@ def _give_back(array: np.ndarray) -> None:
     owner.madvise(mmap.MADV_DONTNEED, begin, -(-array.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES)
 
 
-_STORED: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),
-    "float8_e4m3": np.dtype(np.uint8),
-    "uint32": np.dtype(np.uint32),
-    "uint8": np.dtype(np.uint8),
-}
-
-
 def default_layout(isa: str | None = None) -> str:
     """The layout that a decode with this instruction set, by default the one that stores take, reads fastest."""
     return str(tilings().get(isa or default_isa(), {"layout": "NHD"})["layout"])
@@ -104,10 +95,43 @@ class MemoryReport(NamedTuple):
     scores_nbytes: int  # of that, the most that the scores of a call took: 0 but for "mass"
 
 
-class StoredBlocks:
-    """What backends on a `BlockStore` do with whole blocks; `KVBackend` documents each method."""
+class StoreBackend:
+    """What backends on a `BlockStore` do alike; `KVBackend` documents each method."""
 
     store: BlockStore
+
+    def copy_blocks(self: Any, plan: AnyPlan | np.ndarray) -> None:
+        self.store.copy_blocks(np.asarray(getattr(plan, "copies", plan)))
+
+    def read(self: Any, step: AnyPlan, layer: int) -> tuple[Any, Any]:
+        check_layer(self, "read", layer)
+        store, lens = self._idle_store(), np.asarray(step.seq_lens)
+        arrays, views = self._zeros(len(lens), self.spec.num_kv_heads, int(lens.max(initial=0)))
+        for row, n in enumerate(lens.tolist()):
+            blocks = step.block_tables[row, : -(-n // self.spec.block_size)]
+            store.gather(layer, blocks, *(x[row, :, :n].swapaxes(0, 1) for x in views))
+        return self._results(arrays)
+
+    def gather(
+        self: Any, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
+    ) -> tuple[Any, Any]:
+        check_layer(self, "gather", layer)
+        ids, count = gathered(self, blocks, num_tokens)
+        arrays, views = self._zeros(count, self.spec.num_kv_heads)
+        self._idle_store().gather(layer, ids, *views)
+        return self._results(arrays)
+
+    def queued(self, layer: int) -> Sequence[Any]:
+        """No arrays: a call has finished when it returns."""
+        return ()
+
+    def _zeros(self, *shape: int) -> tuple[Sequence[Any], Sequence[np.ndarray]]:
+        """Arrays ``[*shape, D]`` and ``[*shape, Dv]`` of what the kernels gather, and numpy views of them."""
+        raise NotImplementedError
+
+    def _results(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """Arrays of `_zeros`, filled, as `read` returns them."""
+        raise NotImplementedError
 
     def _idle_store(self) -> BlockStore:
         """Return the store when nothing that was called before is at work on it."""
@@ -131,7 +155,7 @@ class StoredBlocks:
         self._idle_store().import_blocks(ids, np.ascontiguousarray(data))
 
 
-class CPUBackend(StoredBlocks):
+class CPUBackend(StoreBackend):
     """Paged KV storage and attention at the speed of memory. `kvpool.protocol.KVBackend` documents each method.
 
     Parameters
@@ -189,8 +213,8 @@ class CPUBackend(StoredBlocks):
     def _memory(self, call: str, num_blocks: int, storage: np.ndarray | None) -> list[np.ndarray]:
         if storage is not None:
             return [checked_rows(call, self.spec, num_blocks, storage)]
-        bases = base_arrays(self.spec, num_blocks)
-        return zeroed([shape for shape, _, _ in bases], [_STORED[dtype] for _, dtype, _ in bases], call)
+        bases = self.spec.base_arrays(num_blocks)
+        return zeroed([shape for shape, _, _ in bases], [STORED[dtype] for _, dtype, _ in bases], call)
 
     def __repr__(self) -> str:
         return f"<CPUBackend of {self.spec.describe(self.num_blocks)}, {self.store.isa}>"
@@ -215,9 +239,6 @@ class CPUBackend(StoredBlocks):
     def prepare(self, plan: AnyPlan) -> AnyPlan:
         """The plan itself: the kernels check, and copy, what they read with every call."""
         return plan
-
-    def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
-        self.store.copy_blocks(getattr(plan, "copies", plan))
 
     def write(self, step: AnyPlan, layer: int, k: Any, v: Any) -> None:
         self.store.write(layer, _tokens(k), _tokens(v), step.slot_mapping)
@@ -261,21 +282,7 @@ class CPUBackend(StoredBlocks):
             return out
         return out, scores_out[:rows, :, :longest]
 
-    def read(self, step: AnyPlan, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        check_layer(self, "read", layer)
-        k, v = self._zeros(len(step.seq_lens), self.spec.num_kv_heads, int(np.max(step.seq_lens, initial=0)))
-        gather_rows(self.store, step, layer, k, v)
-        return _as_float32(k), _as_float32(v)
-
-    # ---------------------------------------------------------------------- whole blocks
-
-    def gather(
-        self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        ids, count = gathered(self, blocks, num_tokens)
-        k, v = self._zeros(count, self.spec.num_kv_heads)
-        self.store.gather(layer, ids, k, v)
-        return _as_float32(k), _as_float32(v)
+    # ---------------------------------------------------------------------- memory and warmup
 
     def memory(self) -> MemoryReport:
         """Memory held now. Arrays that `attend` returned are the caller's: scores are ``4 * Hk`` bytes per token."""
@@ -300,28 +307,22 @@ class CPUBackend(StoredBlocks):
                 q = np.zeros((num_tokens, num_q_heads, self.spec.head_dim), np.float32)
                 self.attend(step, 0, q, scores=scores)
 
-    def queued(self, layer: int) -> tuple[()]:
-        return ()
-
     def settle(self) -> int:
         return 0
 
     # ---------------------------------------------------------------------- internals
 
-    def _zeros(self, *shape: int) -> list[np.ndarray]:
-        """Arrays ``[*shape, D]`` and ``[*shape, Dv]`` of what the kernels gather."""
+    def _zeros(self, *shape: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         is_float8 = self.spec.dtype == "float8_e4m3"
-        return [
-            np.zeros((*shape, dim), np.float32 if bits or is_float8 else _STORED[self.spec.dtype])
+        arrays = [
+            np.zeros((*shape, dim), np.float32 if bits or is_float8 else STORED[self.spec.dtype])
             for (_, dim), bits in zip(self.spec.planes, self.spec.bits, strict=True)
         ]
+        return arrays, arrays
 
-
-def gather_rows(store: BlockStore, step: AnyPlan, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-    """Fill ``k [B, Hk, C, D]`` and ``v [B, Hk, C, Dv]`` with the contexts of a step, up to the end of each row."""
-    for row, n in enumerate(np.asarray(step.seq_lens).tolist()):
-        blocks = step.block_tables[row, : -(-n // store.spec.block_size)]
-        store.gather(layer, blocks, *(x[row, :, :n].swapaxes(0, 1) for x in (k, v)))
+    def _results(self, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        k, v = map(_as_float32, arrays)
+        return k, v
 
 
 def _as_float32(stored: np.ndarray) -> np.ndarray:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -38,8 +37,7 @@ class PoolMemory:
     Attributes
     ----------
     arrays : list of mx.array
-        The base arrays of `KVSpec.plane_layout`: layer by layer and, inside a layer, plane by plane, those that
-        planes or layers share once.
+        `KVSpec.base_arrays`.
     num_copies : int
         Arrays that were found in another buffer than before, see `count_copies`.
     """
@@ -54,12 +52,7 @@ class PoolMemory:
         self._addresses = self.addresses()
 
     def _shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-        found: dict[tuple[str, int], tuple[tuple[int, ...], mx.Dtype]] = {}
-        for layer, plane in product(range(self._spec.num_layers), self._spec.stored_planes):
-            layout = self._spec.plane_layout(plane.name, num_blocks)
-            dtype = "uint8" if self._spec.layout == "block" else plane.dtype
-            found.setdefault((layout.array, layer if layout.per_layer else 0), (layout.shape, _STORED[dtype]))
-        return list(found.values())
+        return [(shape, _STORED[dtype]) for shape, dtype, _ in self._spec.base_arrays(num_blocks)]
 
     def resize(self, have: int, num_blocks: int, moves: np.ndarray) -> None:
         """Give each array another number of blocks, one after the other. Nothing is queued on them.
@@ -142,6 +135,11 @@ def _memory_of(array: mx.array) -> np.ndarray:
     """The memory of an evaluated array, as unsigned integers: a view. The array has to stay."""
     memory = (ctypes.c_char * array.nbytes).from_address(_address(array))
     return np.frombuffer(memoryview(memory), f"u{array.dtype.size}").reshape(array.shape)
+
+
+def int32(x: np.ndarray) -> mx.array:
+    """A numpy array on MLX's device."""
+    return mx.array(np.ascontiguousarray(x, np.int32))
 
 
 class MemoryReport(NamedTuple):

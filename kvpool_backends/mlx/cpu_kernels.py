@@ -31,16 +31,16 @@ import numpy as np
 
 from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities
 from kvpool.spec import LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES
-from kvpool_backends.checks import check_layer, checked_results, gathered
+from kvpool_backends.checks import checked_results
 from kvpool_backends.cpu._kernels import BlockStore
-from kvpool_backends.cpu.backend import StoredBlocks, default_layout, gather_rows
+from kvpool_backends.cpu.backend import StoreBackend, default_layout
 from kvpool_backends.mlx.base import DTYPES, BaseBackend, PoolMemory
 
 _LINE_NBYTES = 64  # of a cache line: a vector load touches one
 _SMALL = 4096  # elements that are copied in less time than a stream of MLX takes to answer
 
 
-class KernelBackend(StoredBlocks, BaseBackend):
+class KernelBackend(StoreBackend, BaseBackend):
     """`MLXBackend` with the CPU kernels: all layouts and attention options, no lazy work, no copy of the pool."""
 
     route = "kernels"
@@ -77,10 +77,6 @@ class KernelBackend(StoredBlocks, BaseBackend):
     def prepare(self, plan: AnyPlan) -> Any:
         """Return the plan itself: each kernel call checks and copies the arrays that it reads."""
         return plan
-
-    def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers. A row is ``(src, dst, num_tokens)``."""
-        self.store.copy_blocks(np.asarray(getattr(plan, "copies", plan)))
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
         """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
@@ -122,32 +118,8 @@ class KernelBackend(StoredBlocks, BaseBackend):
         )
         return out, exported
 
-    def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
-        """Return copies of the contexts, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
-        check_layer(self, "read", layer)
-        longest = int(np.max(step.seq_lens, initial=0))
-        (k, v), views = self._zeros(len(step.seq_lens), self.spec.num_kv_heads, longest)
-        gather_rows(self._idle_store(), step, layer, *views)
-        return k.view(self.dtype), v.view(self.dtype)
-
-    # -------------------------------------------------------------------------------------- whole blocks
-
-    def gather(
-        self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
-    ) -> tuple[mx.array, mx.array]:
-        """Return copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]`` of the first `num_tokens` tokens of `blocks`."""
-        check_layer(self, "gather", layer)
-        ids, count = gathered(self, blocks, num_tokens)
-        (k, v), views = self._zeros(count, self.spec.num_kv_heads)
-        self._idle_store().gather(layer, ids, *views)
-        return k.view(self.dtype), v.view(self.dtype)
-
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Do nothing: there is nothing to compile."""
-
-    def queued(self, layer: int) -> list[mx.array]:
-        """Return no arrays: a call has finished when it returns."""
-        return []
 
     def settle(self) -> int:
         """Return the number of pool arrays that MLX has copied: 0, because nothing is queued on the pool."""
@@ -156,11 +128,14 @@ class KernelBackend(StoredBlocks, BaseBackend):
     # ---------------------------------------------------------------------------------------- internals
 
     def _zeros(self, *shape: int) -> tuple[list[mx.array], list[np.ndarray]]:
-        """Make arrays ``[*shape, D]`` and ``[*shape, Dv]`` of the pool's dtype as bits, and numpy views of them."""
         bits = mx.uint16 if self.dtype == mx.bfloat16 else self.dtype  # numpy has no bfloat16
         arrays = [mx.zeros((*shape, dim), bits) for _, dim in self.spec.planes]
         mx.eval(arrays)
         return arrays, [np.asarray(memoryview(array)) for array in arrays]  # type: ignore[arg-type]
+
+    def _results(self, arrays: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+        k, v = (array.view(self.dtype) for array in arrays)
+        return k, v
 
 
 def _no_content(call: str) -> RuntimeError:

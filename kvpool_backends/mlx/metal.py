@@ -24,7 +24,7 @@ import numpy as np
 from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
 from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
 from kvpool_backends.checks import check_layer, checked_queries, checked_results, checked_step
-from kvpool_backends.mlx.base import DTYPES, BaseBackend, has_metal
+from kvpool_backends.mlx.base import DTYPES, BaseBackend, has_metal, int32
 from kvpool_backends.mlx.metal_kernels import (
     HEAD_DIM_MAX,
     PART_TOKENS,
@@ -37,7 +37,6 @@ from kvpool_backends.mlx.metal_kernels import (
     head_tiles,
     part_length,
     parts_of,
-    per_head,
     plan_attention,
     score_export,
 )
@@ -225,7 +224,7 @@ class MetalAttention(_Storage):
     ) -> Any:
         """Return the result. With `scores`, return the scores too."""
         work = bound.work
-        heads = per_head(options) if options is None or options.mask is None else arrays_of(options)
+        heads = arrays_of(options)
         launched: list[mx.array] = []
         for launch, tokens in bound.launches:
             if tokens is None:
@@ -303,11 +302,11 @@ class MetalAttention(_Storage):
             if len(tokens):
                 taken = np.where((is_matrix == kind) & ~is_chunk, q_lens, 0)
                 step = self._attention_step(plan, taken, len(tokens), group, scale, options, scores is not None)
-                launches.append((step, None if len(tokens) == len(q) else _int32(tokens)))
+                launches.append((step, None if len(tokens) == len(q) else int32(tokens)))
                 places.append(tokens)
         chunks = tuple((int(row), int(starts[row]), int(starts[row + 1])) for row in np.flatnonzero(is_chunk))
         places += [np.arange(first, last) for _, first, last in chunks]
-        order = None if len(places) == 1 else _int32(np.argsort(np.concatenate(places)))
+        order = None if len(places) == 1 else int32(np.argsort(np.concatenate(places)))
         plan.work[key] = Work(tuple(launches), chunks, order)
         return plan.work[key]
 
@@ -342,7 +341,7 @@ class MetalAttention(_Storage):
     def _contexts(self, layer: int, plan: MetalStep, rows: slice = slice(None)) -> tuple[mx.array, mx.array]:
         """Return K and V of some rows, ``[B, Hk, C, D]``. C is the longest context."""
         seq_lens = plan.seq_lens[rows]
-        tables, lens = plan.tables[rows], _int32(seq_lens)
+        tables, lens = plan.tables[rows], int32(seq_lens)
 
         def kernel(*pools: Plane) -> list[mx.array]:
             return [
@@ -456,8 +455,4 @@ def _kind(options: AttentionOptions) -> tuple[Any, ...]:
 
 def _on_device(tables: np.ndarray) -> mx.array:
     """Return block tables with enough columns, and rows that begin where MLX expects them."""
-    return _int32(np.pad(tables, ((0, 0), (0, max(0, CONSTANT_SIZE_MAX - tables.shape[1])))))
-
-
-def _int32(x: np.ndarray) -> mx.array:
-    return mx.array(np.ascontiguousarray(x, np.int32))
+    return int32(np.pad(tables, ((0, 0), (0, max(0, CONSTANT_SIZE_MAX - tables.shape[1])))))

@@ -133,9 +133,6 @@ class AttentionStep(NamedTuple):
     tables: mx.array  # int32 [B, W]
     numbers: mx.array  # float32 [2]: scale, soft cap
     window: int
-    slopes: mx.array  # float32 [Hq]; of one 0 where there are none
-    sinks: mx.array  # the same
-    mask: mx.array  # float32 [T, 1 or Hq, C]; of one 0 where there is none
     features: tuple[str, ...]  # of the options
     export: ScoreExport | None = None  # for steps whose scores are asked for
 
@@ -322,8 +319,7 @@ def attention_step(
 ) -> AttentionStep:
     """Bring a work list and options to the device, once for all layers; `work` was planned with their window."""
     options = options or AttentionOptions()
-    slopes, sinks, mask = per_head(None)
-    step = AttentionStep(
+    return AttentionStep(
         work.tiles,
         work.direct,
         mx.array(work.items),
@@ -331,27 +327,15 @@ def attention_step(
         tables,
         mx.array([scale, options.soft_cap or 0.0], mx.float32),
         NO_WINDOW if options.window is None else min(options.window, NO_WINDOW),
-        slopes,
-        sinks,
-        mask,
         options.features,
     )
-    return with_arrays(step, options)
 
 
-def with_arrays(step: AttentionStep, options: AttentionOptions) -> AttentionStep:
-    """The same step with the slopes, sinks and mask of `options`, in which nothing else may differ."""
-    if options.alibi_slopes is options.sinks is options.mask is None:
-        return step
-    slopes, sinks, mask = arrays_of(options)
-    return step._replace(slopes=slopes, sinks=sinks, mask=mask, features=options.features)
-
-
-def arrays_of(options: AttentionOptions) -> tuple[mx.array, ...]:
-    """Return slopes, sinks and mask on the device. An array that is absent is a single 0."""
-    slopes, sinks, mask = per_head(options) if options.mask is None else per_head.__wrapped__(options)
-    if options.mask is None:
-        return slopes, sinks, mask
+def arrays_of(options: AttentionOptions | None) -> tuple[mx.array, ...]:
+    """Return slopes ``[Hq]``, sinks ``[Hq]`` and mask ``[T, 1 or Hq, C]``, float32 on the device; a 0 for None."""
+    if options is None or options.mask is None:
+        return per_head(options)
+    slopes, sinks, _ = per_head.__wrapped__(options)
     given = options.mask if options.mask.ndim == 3 else options.mask[:, None]
     given = np.where(given, np.float32(0), np.float32(-np.inf)) if given.dtype == np.bool_ else given
     return slopes, sinks, _uploaded(given)
@@ -444,8 +428,9 @@ class MetalKernels:
         v_pool: Plane,
         step: AttentionStep,
         scores: str | None = None,
+        options: AttentionOptions | None = None,
     ) -> list[mx.array]:
-        """Attention of ``q [T, Hq, D]`` over contexts in the pool. No checks.
+        """Attention of ``q [T, Hq, D]`` over contexts in the pool, with the options of the step. No checks.
 
         Returns
         -------
@@ -456,7 +441,7 @@ class MetalKernels:
         """
         launch = self.bind(q.dtype, q.shape[0], q.shape[1], step, scores)
         pools = _arrays(k_pool), _arrays(v_pool)
-        return launch(self.layout(layer), q, *pools, (step.slopes, step.sinks, step.mask))
+        return launch(self.layout(layer), q, *pools, arrays_of(options))
 
     def bind(
         self, dtype: mx.Dtype, num_tokens: int, num_q_heads: int, step: AttentionStep, scores: str | None = None

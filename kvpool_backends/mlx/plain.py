@@ -31,7 +31,7 @@ from kvpool.protocol import (
     StepArrays,
     move_within,
 )
-from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
+from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS, KVSpec
 from kvpool_backends.checks import (
     block_ids,
     check_layer,
@@ -44,7 +44,7 @@ from kvpool_backends.checks import (
     checked_step,
     gathered,
 )
-from kvpool_backends.mlx.base import DTYPES, BaseBackend, PoolMemory
+from kvpool_backends.mlx.base import DTYPES, BaseBackend, PoolMemory, int32
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -62,7 +62,7 @@ class PlainStep(StepArrays):
         """Return the part of the step for some rows, for reads."""
         if len(rows) == len(self.seq_lens):
             return self
-        index, seq_lens = _int32(rows), self.seq_lens[rows]
+        index, seq_lens = int32(rows), self.seq_lens[rows]
         valid = None if self.valid is None else self.valid[index]
         return PlainStep(seq_lens=seq_lens, tables=self.tables[index], kv_len=self.kv_len, valid=valid)
 
@@ -119,12 +119,12 @@ class PlainBackend(BaseBackend):
             host.seq_lens,
             host.cu_q_lens,
             host.slot_mapping,
-            written=None if len(kept) == host.slot_mapping.size else _int32(kept),
-            blocks=_int32(blocks),
-            offsets=_int32(offsets),
-            tables=_int32(host.block_tables),
+            written=None if len(kept) == host.slot_mapping.size else int32(kept),
+            blocks=int32(blocks),
+            offsets=int32(offsets),
+            tables=int32(host.block_tables),
             kv_len=kv_len,
-            valid=mx.arange(kv_len) < _int32(host.seq_lens)[:, None] if (host.seq_lens != kv_len).any() else None,
+            valid=mx.arange(kv_len) < int32(host.seq_lens)[:, None] if (host.seq_lens != kv_len).any() else None,
         )
 
     def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
@@ -177,7 +177,7 @@ class PlainBackend(BaseBackend):
         if scores is None:
             return out
         newest = first + q_lens[rows] - 1
-        exported[_int32(rows)] = self._scores(layer, q, read, newest, scale, options, scores)
+        exported[int32(rows)] = self._scores(layer, q, read, newest, scale, options, scores)
         return out, exported
 
     def _attend(
@@ -201,7 +201,7 @@ class PlainBackend(BaseBackend):
         if mask is not None:
             mask = mask.reshape(mask.shape[0], -1, mask.shape[-1])[index, :, : step.kv_len]
         out = attention(
-            q[_int32(index)].swapaxes(1, 2),
+            q[int32(index)].swapaxes(1, 2),
             k.astype(q.dtype),
             v.astype(q.dtype),
             scale,
@@ -211,7 +211,7 @@ class PlainBackend(BaseBackend):
         ).swapaxes(1, 2)
         real = column < q_lens[:, None]
         result = mx.zeros((q.shape[0], *out.shape[2:]), out.dtype)
-        result[_int32(index[real])] = out.flatten(0, 1)[_int32(np.flatnonzero(real))]
+        result[int32(index[real])] = out.flatten(0, 1)[int32(np.flatnonzero(real))]
         return result
 
     def _scores(
@@ -230,7 +230,7 @@ class PlainBackend(BaseBackend):
         if mask is not None:
             mask = mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])[newest, ..., : step.kv_len]
         position = step.seq_lens[:, None] - 1
-        return exported_scores(q[_int32(newest)][:, :, None], k, scale, position, options, mask, kind)
+        return exported_scores(q[int32(newest)][:, :, None], k, scale, position, options, mask, kind)
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
         """Return the contexts of a step, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, rows left-aligned.
@@ -256,7 +256,7 @@ class PlainBackend(BaseBackend):
         """Return copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]`` of the first `num_tokens` tokens of `blocks`."""
         check_layer(self, "gather", layer)
         ids, count = gathered(self, blocks, num_tokens)
-        k, v = self._pool.read(layer, _int32(ids)[None])
+        k, v = self._pool.read(layer, int32(ids)[None])
         k, v = mx.contiguous(k[0, :count]), mx.contiguous(v[0, :count])
         mx.eval(k, v)
         return k, v
@@ -268,21 +268,21 @@ class PlainBackend(BaseBackend):
         if len(to):
             size, heads = self.spec.block_size, mx.arange(self.spec.num_kv_heads)
             moved = places[..., to].swapaxes(1, 2)
-            src = [(_int32(ids[old // size]), _int32(old % size), heads) for old in moved]
-            self._pool.copy(src, (_int32(ids[to // size]), _int32(to % size)))
+            src = [(int32(ids[old // size]), int32(old % size), heads) for old in moved]
+            self._pool.copy(src, (int32(ids[to // size]), int32(to % size)))
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Set whole blocks to 0 in all layers."""
         ids = block_ids(self, "zero", blocks)
         if len(ids):
-            self._pool.put(_int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes])
+            self._pool.put(int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes])
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
         ids = block_ids(self, "export_blocks", blocks)
         if not len(ids):
             return np.zeros((0, self.spec.block_nbytes), np.uint8)
-        index = _int32(ids)
+        index = int32(ids)
         parts = [
             np.array(plane[index].view(mx.uint8)).reshape(len(ids), -1)
             for layer in self._pool.planes
@@ -305,7 +305,7 @@ class PlainBackend(BaseBackend):
                 raw = mx.array(np.ascontiguousarray(data[:, at : at + nbytes]))
                 new[-1].append(raw.view(plane.dtype).reshape(shape))
                 at += nbytes
-        self._pool.put(_int32(ids), new)
+        self._pool.put(int32(ids), new)
 
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Run each shape once on zeros, so that MLX builds its kernels. Changes no block."""
@@ -314,7 +314,7 @@ class PlainBackend(BaseBackend):
             context = shape.table_width * self.spec.block_size
             tables = np.zeros((shape.num_rows, shape.table_width), np.int32)
             step = PlainStep(
-                tables=_int32(tables), kv_len=context, valid=mx.ones((shape.num_rows, context), mx.bool_)
+                tables=int32(tables), kv_len=context, valid=mx.ones((shape.num_rows, context), mx.bool_)
             )
             k, v = self.read(step, 0)
             q = mx.zeros((shape.num_rows, shape.num_q_heads, longest, self.spec.head_dim), self.dtype)
@@ -342,10 +342,6 @@ class PlainBackend(BaseBackend):
         builds work on the pool, MLX does not guard its graphs.
         """
         return self._pool.settle()
-
-
-def _int32(x: np.ndarray) -> mx.array:
-    return mx.array(np.ascontiguousarray(x, np.int32))
 
 
 # ---------------------------------------------------------------------- storage
@@ -380,7 +376,7 @@ class PoolArrays(PoolMemory):
             mx.eval(array)  # before it takes more memory than a row
 
     def _resized(self, old: mx.array, shape: tuple[int, ...], dtype: mx.Dtype, moves: np.ndarray) -> mx.array:
-        sources, targets = (_int32(side) for side in moves.T)
+        sources, targets = (int32(side) for side in moves.T)
         if shape[0] > len(old):
             new = mx.pad(old, [(0, shape[0] - len(old)), *((0, 0) for _ in shape[1:])])
             if len(moves):  # of a resize that is taken back
@@ -433,6 +429,8 @@ class PoolArrays(PoolMemory):
         if bits is None:
             return parts[0]
         words, *factors = parts
+        if not words.size:  # MLX dequantizes at least one token
+            return mx.zeros((*words.shape[:-1], words.shape[-1] * WORD_BITS // bits), factors[0].dtype)
         scales, biases = (part.astype(mx.float32) for part in factors)
         return mx.dequantize(words, scales, biases, self._spec.quant_group_size, bits).astype(factors[0].dtype)
 

@@ -27,6 +27,7 @@ from kvpool.protocol import (
 )
 from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS, KVSpec
 from kvpool_backends.checks import (
+    STORED,
     block_ids,
     check_layer,
     check_tokens,
@@ -41,14 +42,6 @@ from kvpool_backends.checks import (
     gathered,
 )
 from kvpool_backends.numpy.elements import dequantize, from_bfloat16, from_float8, quantize, to_bfloat16, to_float8
-
-_STORED: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype("<f4"),
-    "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype("<u2"),
-    "float8_e4m3": np.dtype("u1"),
-    "uint32": np.dtype("<u4"),  # words of a quantized plane
-}
 
 # Of keys, or of values: one array; or words, scales and biases.
 _Plane = tuple[np.ndarray, ...]
@@ -299,27 +292,25 @@ class NumpyBackend:
             return to_float8(x)
         elif np.issubdtype(x.dtype, np.floating):
             with np.errstate(over="ignore"):  # beyond the largest float16 is infinity, as everywhere
-                return x.astype(_STORED[self.spec.dtype])
+                return x.astype(STORED[self.spec.dtype])
         raise TypeError(f"[write] {name} must be a float array, got {x.dtype}")
 
 
 def _views(spec: KVSpec, num_blocks: int, rows: np.ndarray | None) -> list[tuple[np.ndarray, ...]]:
     """Per layer the strided view of each plane: in base arrays of zeros, or in `rows` of layout "block"."""
-    bases: dict[tuple[str, int], np.ndarray] = {}
+    sizes = [prod(shape) * itemsize for shape, _, itemsize in spec.base_arrays(num_blocks)]
+    bases = [np.zeros(size, np.uint8) for size in sizes] if rows is None else [rows[0]]
     layers = []
     for layer in range(spec.num_layers):
         planes = []
-        for stored in spec.stored_planes:
-            layout, dtype = spec.plane_layout(stored.name, num_blocks), _STORED[stored.dtype]
-            key, size = (layout.array, layer if layout.per_layer else 0), dtype.itemsize
-            if key not in bases:
-                nbytes = prod(layout.shape) * (1 if spec.layout == "block" else size)
-                bases[key] = np.zeros(nbytes, np.uint8) if rows is None else rows[0]
+        for number, stored in enumerate(spec.stored_planes):
+            layout, dtype = spec.plane_layout(stored.name, num_blocks), STORED[stored.dtype]
+            base, size = bases[spec.base_number(layer, number)], dtype.itemsize
             begin = (layout.offset + layer * layout.layer_stride) * size
             block = layout.block_stride * size if rows is None else rows.strides[0]
             strides = (block, layout.slot_stride * size, layout.head_stride * size, size)
             shape = (num_blocks, spec.block_size, spec.num_kv_heads, stored.dim)
-            planes.append(as_strided(bases[key][begin : begin + size].view(dtype), shape, strides))
+            planes.append(as_strided(base[begin : begin + size].view(dtype), shape, strides))
         layers.append(tuple(planes))
     return layers
 

@@ -98,7 +98,7 @@ def quantize(x: np.ndarray, group_size: int, bits: int) -> tuple[np.ndarray, np.
     scales, biases : float32 ``[..., D / group_size]``
         A group that holds a NaN or an infinity has NaN as both, and words of 0: all of it comes back as NaN.
     """
-    groups = x.reshape(*x.shape[:-1], -1, group_size)
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
     steps = np.float32(2**bits - 1)
     finite = np.isfinite(groups).all(axis=-1, keepdims=True)
     groups = np.where(finite, groups, np.float32(0))
@@ -120,7 +120,7 @@ def quantize(x: np.ndarray, group_size: int, bits: int) -> tuple[np.ndarray, np.
 def dequantize(words: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int) -> np.ndarray:
     """float32 ``[..., D]`` of what `quantize` returned, scales and biases in float32: ``s * q + b``, rounded twice."""
     numbers = unpack(words, bits)
-    groups = numbers.reshape(*scales.shape, -1).astype(np.float32)
+    groups = numbers.reshape(*scales.shape, numbers.shape[-1] // scales.shape[-1]).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         return (groups * scales[..., None] + biases[..., None]).reshape(numbers.shape)
 
@@ -136,5 +136,5 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """uint8 numbers of words that `pack` made."""
     numbers = np.ascontiguousarray(words, "<u4").view(np.uint8)
     if bits == 4:
-        numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(*numbers.shape[:-1], -1)
+        numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(*numbers.shape[:-1], 2 * numbers.shape[-1])
     return numbers

@@ -11,7 +11,7 @@ from kvpool.protocol import FEATURES, Capabilities
 from kvpool.testing import conformance, conformance_attention, conformance_storage
 from kvpool_backends.numpy import NumpyBackend
 
-QUANTIZED = {case.__name__ for case in conformance_storage.QUANTIZED_CASES} - {"other_bits_and_groups_are_refused"}
+QUANTIZED = {case.__name__ for case in conformance_storage.QUANTIZED_CASES}
 PLAIN = Capabilities("plain", NumpyBackend.capabilities.layouts, NumpyBackend.capabilities.dtypes)
 
 
@@ -29,8 +29,7 @@ def outcome(capabilities, cases=conformance.CASES):
 @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
 def test_numpy_backend_conforms(case):
     """It refuses no spec; every other case applies."""
-    left_out = case.__name__ in ("refused_specs_raise", "other_bits_and_groups_are_refused")
-    expected = "not applicable" if left_out else "passed"
+    expected = "not applicable" if case.__name__ == "refused_specs_raise" else "passed"
     assert conformance.check_backend(NumpyBackend, [case]) == {case.__name__: expected}
 
 
@@ -92,4 +91,4 @@ def test_backend_with_one_feature_is_asked_for_that_one_alone(feature):
         },
     }
     expected = set().union(*(names for name, names in others.items() if name != feature))
-    assert left_out == expected | {"alibi_distance_starts_at_the_query", "features_work_together"}
+    assert left_out == expected | {"features_work_together"}

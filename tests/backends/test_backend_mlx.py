@@ -19,10 +19,10 @@ SLOTS = np.arange(4, 10, dtype=np.int32)  # of six tokens in blocks 1 and 2
 OF_NO_ROUTE = {"attention_weights_are_returned", "scores_come_after_weights", "scores_out_is_filled_in_place"}
 NOT_APPLICABLE = {
     "plain": OF_NO_ROUTE
-    | {"a_row_has_the_same_bits_in_any_batch", "other_bits_and_groups_are_refused"}
+    | {"a_row_has_the_same_bits_in_any_batch"}
     | {"shapes_in_one_arena_equal_dense_attention", "layers_of_one_group_may_differ"}
     | {"given_rows_are_used_and_nothing_between_them"},
-    "kernels": OF_NO_ROUTE | {"refused_specs_raise", "other_bits_and_groups_are_refused"},
+    "kernels": OF_NO_ROUTE | {"refused_specs_raise"},
 }
 
 

@@ -145,7 +145,7 @@ def test_kernels_write_and_read_blocks_whose_bytes_lie_around_an_edge(edge):
     heads, dim, block_size = 2, 64, 16
     spec = KVSpec(1, heads, dim, "float32", block_size)
     num_blocks = edge // (heads * dim * block_size * 4) + 4
-    arrays = [reserved(shape) for shape in cpu.base_shapes(spec, num_blocks)]
+    arrays = [reserved(shape) for shape, _, _ in spec.base_arrays(num_blocks)]
     for isa in cpu.isas():
         store = cpu.BlockStore(spec, num_blocks, arrays, isa=isa, num_threads=1)
         rng = np.random.default_rng(edge % 1000)

@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.config import KVSpec
 from kvpool.protocol import AttentionOptions
-from kvpool_backends.cpu import BlockStore, CPUBackend, base_shapes, num_threads, read_sum, set_num_threads
+from kvpool_backends.cpu import BlockStore, CPUBackend, num_threads, read_sum, set_num_threads
 
 HEADS, DIM, V_DIM, SIZE, BLOCKS, LAYERS = 2, 8, 4, 4, 6, 2
 SPEC = KVSpec(LAYERS, HEADS, DIM, "float32", SIZE, V_DIM)
@@ -57,7 +57,7 @@ class NoBuffer:
 class Given:
     """Legal arguments of every call: two rows of 2 and 1 queries in contexts of 5 and 9 tokens."""
 
-    arrays: list[np.ndarray] = field(default_factory=lambda: noise(base_shapes(SPEC, BLOCKS)))
+    arrays: list[np.ndarray] = field(default_factory=lambda: noise([shape for shape, _, _ in SPEC.base_arrays(BLOCKS)]))
     store: Any = None
     arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -295,7 +295,7 @@ def test_results_that_overlap_with_inputs_are_refused():
 
 
 def arrays_of(spec=SPEC, num_blocks=BLOCKS):
-    return [np.zeros(shape, np.float32) for shape in base_shapes(spec, num_blocks)]
+    return [np.zeros(shape, np.float32) for shape, _, _ in spec.base_arrays(num_blocks)]
 
 
 @pytest.mark.parametrize(

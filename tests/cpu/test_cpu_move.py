@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvpool.config import LAYOUTS, KVSpec
 from kvpool.testing.dense import round_to, stored_bytes
-from kvpool_backends.cpu import BlockStore, base_shapes, isas
+from kvpool_backends.cpu import BlockStore, isas
 
 NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 SPECS = [
@@ -43,7 +43,7 @@ class Model:
 
 
 def make(spec, num_blocks, **options):
-    arrays = [np.zeros(shape, NUMPY[spec.dtype]) for shape in base_shapes(spec, num_blocks)]
+    arrays = [np.zeros(shape, NUMPY[spec.dtype]) for shape, _, _ in spec.base_arrays(num_blocks)]
     if spec.layout == "block":  # rows apart, as those that several specs share
         arrays = [np.zeros((num_blocks, spec.block_nbytes + 32), np.uint8)[:, 16:-16]]
     return BlockStore(spec, num_blocks, arrays, **options)

@@ -15,14 +15,14 @@ from kvpool.config import KVSpec
 from kvpool.errors import ConcurrentUse
 from kvpool.protocol import AttentionOptions
 from kvpool.testing.dense import dense_attention
-from kvpool_backends.cpu import BlockStore, base_shapes, isas, read_sum
+from kvpool_backends.cpu import BlockStore, isas, read_sum
 
 SEED = 20_261
 NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 def make(spec, num_blocks, **options):
-    arrays = [np.zeros(shape, NUMPY[spec.dtype]) for shape in base_shapes(spec, num_blocks)]
+    arrays = [np.zeros(shape, NUMPY[spec.dtype]) for shape, _, _ in spec.base_arrays(num_blocks)]
     return BlockStore(spec, num_blocks, arrays, **options)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import KVSpec
-from kvpool_backends.cpu import BlockStore, base_shapes
+from kvpool_backends.cpu import BlockStore
 
 BLOCKS, ROWS, WIDTH = 64, 8, 4096
 SPEC = KVSpec(1, 1, 8, "float32", 1)
@@ -24,7 +24,7 @@ class Memory:
 
     def __init__(self):
         rng = np.random.default_rng(1)
-        self.planes = [rng.standard_normal(shape).astype(np.float32) for shape in base_shapes(SPEC, BLOCKS + 1)]
+        self.planes = [rng.standard_normal(shape).astype(np.float32) for shape, _, _ in SPEC.base_arrays(BLOCKS + 1)]
         for plane in self.planes:
             plane[BLOCKS:] = NOBODY
 

@@ -32,7 +32,7 @@ class Pool:
     """A store on memory full of NaN, and the tokens that were written into it, in the order of their sequences."""
 
     def __init__(self, spec: KVSpec, isa: str, num_threads: int = 2, num_blocks: int = 900) -> None:
-        shapes = _kernels.base_shapes(spec, num_blocks)
+        shapes = [shape for shape, _, _ in spec.base_arrays(num_blocks)]
         nan = {"float32": np.float32("nan"), "float16": np.float16("nan"), "bfloat16": np.uint16(0x7FC0)}[spec.dtype]
         self.arrays = [np.full(shape, nan) for shape in shapes]
         self.spec = spec

@@ -183,7 +183,7 @@ class Batch:
             step = attention_step(work, mx.array(self.tables), self.spec.query_dim**-0.5, options)
             if scores is not None:
                 step = step._replace(export=score_export(work, batch.seq_lens, batch.options.window, 8))
-            out, *exported = kernels.attend(0, q[mx.array(tokens)], *self.pools, step, scores)
+            out, *exported = kernels.attend(0, q[mx.array(tokens)], *self.pools, step, scores, options)
             results[tokens] = np.array(out.astype(mx.float32))
             exports += map(np.array, exported)
         return [results, *([(sum if scores == "raw" else max_of)(exports)] if exports else [])]

@@ -22,6 +22,7 @@ from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
 from kvpool.testing import conformance, conformance_storage
+from kvpool.testing import filled as kit
 from kvpool.testing.conformance_attention import check as check_scores
 from kvpool.testing.filled import fill
 from kvpool_backends.mlx import MLXBackend, metal_kernels
@@ -32,7 +33,11 @@ FUSED = dataclasses.replace(SPEC, head_dim=64)  # for MLX's attention
 PACKED = KVSpec(2, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
 SPECS = pytest.mark.parametrize("spec", [FUSED, PACKED], ids=["dense", "packed"])
 PACKED_CASES = [
-    case for case in conformance_storage.QUANTIZED_CASES if case.__name__ != "other_bits_and_groups_are_refused"
+    *conformance_storage.QUANTIZED_CASES,
+    conformance.exported_blocks_hold_the_documented_bytes,
+    conformance.copies_take_exactly_the_valid_tokens,
+    conformance.import_restores_what_export_took,
+    conformance_storage.compaction_moves_what_stays_and_nothing_else,
 ]
 # Of the kit, what says something about this class: the kernels have tests of their own, and each launch takes its time.
 CASES = (
@@ -46,7 +51,6 @@ CASES = (
     "padding_is_inert",
     "copies_writes_reads_happen_in_order",
     "zero_clears_only_what_it_names",
-    "compaction_moves_what_stays_and_nothing_else",
     "warmup_changes_nothing",
     "misuse_is_refused_before_a_byte_changes",
     "refused_specs_raise",
@@ -56,7 +60,6 @@ CASES = (
     "ends_of_the_float_range_are_numbers_like_others",
     pytest.param("scores_beside_masks_of_the_float_range_are_finite", marks=pytest.mark.long),
     "options_that_cannot_be_served_are_refused",
-    "scores_of_padding_are_zero",
     "scores_that_cannot_be_served_are_refused",
     pytest.param("groups_equal_dense_attention", marks=pytest.mark.long),
     "gaps_in_tables_are_not_read",
@@ -67,7 +70,7 @@ NATIVE_CASES = (
     "copies_writes_reads_happen_in_order",
     "misuse_is_refused_before_a_byte_changes",
     "import_restores_what_export_took",
-    "scores_of_padding_are_zero",
+    "padding_is_inert",
     "gaps_in_tables_are_not_read",
 )
 
@@ -108,10 +111,9 @@ def test_native_metal_backend_conforms(name, native_metal):
 @pytest.mark.parametrize("case", PACKED_CASES, ids=lambda case: case.__name__)
 def test_packed_pools_conform(case, metal, monkeypatch):
     # Each kernel takes half a second to compile: two specs of all.
-    real, few = conformance_storage._quantized_specs, (("float32", (8, 4)), ("float16", (4, 4)))
-    monkeypatch.setattr(
-        conformance_storage, "_quantized_specs", lambda *a, **k: (x for x in real(*a, **k) if (x.dtype, x.bits) in few)
-    )
+    real, few = kit.quantized_specs, (("float32", (8, 4)), ("float16", (4, 4)))
+    for module in (conformance, conformance_storage, kit):
+        monkeypatch.setattr(module, "quantized_specs", lambda *a: (x for x in real(*a) if (x.dtype, x.bits) in few))
     case(metal)
 
 

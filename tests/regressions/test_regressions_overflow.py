@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import KVSpec
-from kvpool_backends.cpu import BlockStore, base_shapes
+from kvpool_backends.cpu import BlockStore
 
 
 def test_g1_slots_beyond_int32_are_exact(make_pool, make_plan):
@@ -39,7 +39,7 @@ def test_g3_bytes_of_a_huge_pool_are_exact():
 def test_g4_slots_beyond_two_to_the_31_elements_hold_their_tokens():
     """slot * 576 overflowed at 3.7 million slots; memory that is never touched costs nothing."""
     spec, num_blocks = KVSpec(1, 1, 576, "float16", 16, v_head_dim=8), 234_000
-    store = BlockStore(spec, num_blocks, [np.zeros(shape, np.float16) for shape in base_shapes(spec, num_blocks)])
+    store = BlockStore(spec, num_blocks, [np.zeros(shape, np.float16) for shape, _, _ in spec.base_arrays(num_blocks)])
     slots = np.array([0, 2**31 // 576 - 1, 2**31 // 576 + 1, num_blocks * 16 - 1], np.int64)
     k = np.arange(1, 5, dtype=np.float16)[:, None, None] * np.ones((4, 1, 576), np.float16)
     store.write(0, k, k[:, :, :8], slots)

@@ -31,6 +31,7 @@ from kvpool.adapters.mlx_lm.passes import (
     Rows,
     Turn,
     real_columns,
+    wrong_dtype,
 )
 from kvpool.adapters.mlx_lm.states import Held, arrays_in, chosen, joined, nothing
 from kvpool.errors import PoolClosed
@@ -381,7 +382,8 @@ class Batch:
     def _append(self, other: Batch, indices: Sequence[int]) -> None:
         """Fork rows of `other` into this batch, all or none."""
         forks: list[int] = []
-        self._require_policy(other)
+        if self.policy != other.policy:
+            raise ValueError(f"[extend] {self.policy} and {other.policy}: caches of one batch evict by one policy")
         with self.passes.lock:
             try:
                 for i in indices:
@@ -394,7 +396,7 @@ class Batch:
             self.held = joined(layout, [(self.held, num_rows), (chosen(layout, other.held, indices), len(indices))])
             self.handles += forks
             self.known += [other.known[i] for i in indices]
-        if self.eviction is not None:
+        if self.eviction is not None and other.eviction is not None:
             self.eviction.append(other.eviction, indices)
         mine, theirs, picked = self.rows, other.rows, list(indices)
         lens = np.concatenate([mine.lens, theirs.lens[picked]])
@@ -404,10 +406,6 @@ class Batch:
     def policy(self) -> Policy | None:
         """The policy that selects tokens to evict. None: no token is evicted."""
         return None if self.eviction is None else self.eviction.policy
-
-    def _require_policy(self, other: Batch) -> None:
-        if self.policy != other.policy:
-            raise ValueError(f"[extend] {self.policy} and {other.policy}: caches of one batch evict by one policy")
 
     def filter(self, keep: Sequence[int]) -> tuple[None, Rows]:
         """Keep the rows `keep`, in that order; close the others."""
@@ -611,10 +609,7 @@ class PagedKVCache:
         batch, passes = self._batch, self._batch.passes
         dtype = passes.dtype
         if keys.dtype != dtype or values.dtype != dtype:
-            raise TypeError(
-                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
-                "again, or make the engine again, after a model was cast"
-            )
+            raise wrong_dtype(keys, values, dtype)
         num_rows, _, num_columns, _ = keys.shape
         shape = num_rows, num_columns
         self._forward = None

@@ -82,11 +82,9 @@ class Eviction(Evictor):
 
     # ------------------------------------------------------------------------------------------- rows
 
-    def append(self, other: Eviction | None, indices: Sequence[int]) -> None:
-        """Append rows of another batch."""
+    def append(self, other: Eviction, indices: Sequence[int]) -> None:
+        """Append rows of another batch with the same policy."""
         self.settle()
-        if other is None or other.policy != self.policy:
-            raise ValueError("[extend] caches that evict by another policy cannot be in one batch")
         other.settle()
         self.memory.append(other.memory, indices)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import kvpool
-from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape, with_bits
+from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape, numbers_in, with_bits
 from kvpool.config import MAX_TOKENS
 from kvpool.groups import Group
 from kvpool.sizing import arranged, block_nbytes_of
@@ -82,7 +82,7 @@ class Layout:
     @cached_property
     def nested(self) -> tuple[int, ...]:
         """The leaves inside of CacheLists."""
-        return tuple(i for node in self.model.tree if not isinstance(node, int) for i in _numbers(node))
+        return tuple(i for node in self.model.tree if not isinstance(node, int) for i in numbers_in(node))
 
     @property
     def state_group(self) -> int:
@@ -262,10 +262,6 @@ def _grouped(model: ModelShape, members: _Members, is_shared: bool, spec_of: Cal
     if len(set(arenas)) < len(arenas):
         specs = tuple(replace(spec, layout="block") for spec in specs)
     return Layout(model, specs, arenas, tuple(groups), tuple(places))
-
-
-def _numbers(node: Any) -> list[int]:
-    return [node] if isinstance(node, int) else [i for inner in node for i in _numbers(inner)]
 
 
 def _members(leaves: Sequence[Leaf]) -> _Members:

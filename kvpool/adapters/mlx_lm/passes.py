@@ -576,10 +576,7 @@ class LayerCache:
         assert shape is not None
         dtype = getattr(mx, shape.dtype)
         if keys.dtype != dtype or values.dtype != dtype:
-            raise TypeError(
-                f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
-                "again, or make the engine again, after a model was cast"
-            )
+            raise wrong_dtype(keys, values, dtype)
         rows, columns = part.shape
         outer = rows, shape.num_kv_heads, columns
         if keys.shape != (*outer, shape.head_dim) or values.shape != (*outer, shape.v_head_dim) or self._forward:
@@ -612,6 +609,14 @@ class LayerCache:
         k, v = forward.backend.read(forward.step, self.place.array)
         shape = self._leaf.shape
         return k, v if shape is None or shape.v_head_dim else v[..., :0]
+
+
+def wrong_dtype(keys: mx.array, values: mx.array, dtype: mx.Dtype | None) -> TypeError:
+    """Return the error for keys and values of another dtype than the pool's."""
+    return TypeError(
+        f"[update_and_fetch] keys are {keys.dtype}, values {values.dtype}, the pool holds {dtype}: install "
+        "again, or make the engine again, after a model was cast"
+    )
 
 
 def real_columns(new: np.ndarray, num_columns: int) -> mx.array:

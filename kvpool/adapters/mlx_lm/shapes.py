@@ -167,6 +167,11 @@ def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
             yield cache
 
 
+def numbers_in(node: Any) -> list[int]:
+    """Return the numbers of the leaves in a node of `ModelShape.tree`."""
+    return [node] if isinstance(node, int) else [number for inner in node for number in numbers_in(inner)]
+
+
 def build(tree: Sequence[Any], make: Callable[[int], Any]) -> list[Any]:
     """Return a list of caches like the model's, with ``make(number)`` for each leaf."""
     return [make(node) if isinstance(node, int) else CacheList(*build(node, make)) for node in tree]

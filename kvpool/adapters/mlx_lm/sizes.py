@@ -8,7 +8,7 @@ is traced like a function that ``mx.compile`` compiles, and MLX evaluates nothin
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ import mlx_lm
 from mlx.utils import tree_map_with_path
 from mlx_lm.utils import _get_classes
 
-from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, inspect_model
+from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, inspect_model, numbers_in
 from kvpool.sizing import LayerGroup, StateArray
 
 _TOKENS = 8  # of a call: enough for a state that remembers several
@@ -38,7 +38,7 @@ def groups_of_model(config: Mapping[str, Any], dtype: str) -> tuple[LayerGroup, 
         raise ValueError(f"[config] {what}: {type(error).__name__}: {str(error)[:200]}") from error
     members: dict[Leaf, list[int]] = {}
     for number, node in enumerate(shape.tree):
-        for leaf in _leaves(node):
+        for leaf in numbers_in(node):
             members.setdefault(shape.leaves[leaf], []).append(number)
     if not members:
         raise ValueError("[config] no layer keeps anything")
@@ -69,15 +69,6 @@ def _shape_of(model: Any) -> ModelShape:
 
     mx.compile(call)(mx.zeros((1, _TOKENS), mx.int32))
     return found[0]
-
-
-def _leaves(node: Any) -> Iterator[int]:
-    """Yield the leaves of one entry of the list of caches."""
-    if isinstance(node, int):
-        yield node
-    else:
-        for inner in node:
-            yield from _leaves(inner)
 
 
 def _group(leaf: Leaf, layers: tuple[int, ...], dtype: str) -> LayerGroup:

@@ -70,7 +70,7 @@ class NativeBackend(KernelBackend):
         tables = _ints("block_tables", plan.block_tables, 2)
         seq_lens = _ints("seq_lens", plan.seq_lens, 1)
         cu_q_lens = _ints("cu_q_lens", plan.cu_q_lens, 1)
-        slots = _contiguous(_ints("slots", plan.slot_mapping, 1), np.int64)
+        slots = np.ascontiguousarray(_ints("slots", plan.slot_mapping, 1), np.int64)
         longest = int(seq_lens.max(initial=0))
         wide = tables[: len(seq_lens), : -(-longest // self.spec.block_size)]
         if wide.dtype == np.int64:  # what does not fit 32 bits stays no block
@@ -81,9 +81,9 @@ class NativeBackend(KernelBackend):
             self.spec.block_size,
             slots,
             wide.shape[1],
-            _contiguous(wide, np.int32),
-            _contiguous(seq_lens, np.int64),
-            _contiguous(cu_q_lens, np.int64),
+            np.ascontiguousarray(wide, np.int32),
+            np.ascontiguousarray(seq_lens, np.int64),
+            np.ascontiguousarray(cu_q_lens, np.int64),
         )
         return NativeStep(np.array(wide), np.array(seq_lens), np.array(cu_q_lens), slots, step=step, longest=longest)
 
@@ -146,7 +146,7 @@ class NativeBackend(KernelBackend):
         if mask is not None:
             if mask.dtype == np.bool_:
                 mask = np.where(mask, np.float32(0), np.float32(-np.inf))
-            mask = _contiguous(mask[..., : step.longest], np.float32)
+            mask = np.ascontiguousarray(mask[..., : step.longest], np.float32)
             token_stride = mask[0].size if len(mask) else 0
             head_stride = mask.shape[-1] if mask.ndim == 3 and mask.shape[1] > 1 else 0
         return self._module.attention(
@@ -163,10 +163,6 @@ class NativeBackend(KernelBackend):
 
 def _array(x: Any) -> mx.array:
     return x if isinstance(x, mx.array) else mx.array(x)
-
-
-def _contiguous(x: np.ndarray, dtype: Any) -> np.ndarray:
-    return np.ascontiguousarray(x, dtype)
 
 
 def _ints(name: str, x: Any, ndim: int) -> np.ndarray:

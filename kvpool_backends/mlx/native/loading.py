@@ -12,6 +12,7 @@ imported only if
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -34,6 +35,7 @@ KERNEL_HEADERS = SOURCES.parents[1] / "cpu" / "kernels"
 NOWHERE = (0,) * 5  # scales and biases of floats
 COMMAND = "python -m kvpool_backends.mlx.native build"
 
+_KERNELS = ("kv_write", "kv_attend", "kv_attend_scratch_nbytes", "kv_copy_blocks")
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
 
 _log = logging.getLogger(__name__)
@@ -177,7 +179,8 @@ def import_checked(path: Path) -> ModuleType:
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
-        module.bind(mx.array, *_kernel_addresses())
+        kernels = [getattr(_exported(), name) for name in _KERNELS]
+        module.bind(mx.array, *(ctypes.cast(kernel, ctypes.c_void_p).value for kernel in kernels))
         self_check(module)
     except Unfit:
         raise
@@ -186,25 +189,16 @@ def import_checked(path: Path) -> ModuleType:
     return module
 
 
-def _kernel_addresses() -> list[int]:
+def _exported() -> ctypes.CDLL:
     """The C functions in `kvpool_backends.cpu._kernels`, which exports them."""
-    import ctypes
-
     from kvpool_backends.cpu import _kernels
 
-    exported = ctypes.CDLL(_kernels.__file__)
-    names = ("kv_write", "kv_attend", "kv_attend_scratch_nbytes", "kv_copy_blocks")
-    addresses = [ctypes.cast(getattr(exported, name), ctypes.c_void_p).value for name in names]
-    return [address for address in addresses if address is not None]
+    return ctypes.CDLL(_kernels.__file__)
 
 
 def isa_address(name: str) -> int:
     """The instruction set of that name, as kernels take it."""
-    import ctypes
-
-    from kvpool_backends.cpu import _kernels
-
-    exported = ctypes.CDLL(_kernels.__file__)
+    exported = _exported()
     exported.kv_isa_at.restype = ctypes.c_void_p
     exported.kv_isa_name.restype = ctypes.c_char_p
     exported.kv_isa_name.argtypes = [ctypes.c_void_p]

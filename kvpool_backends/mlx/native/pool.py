@@ -87,13 +87,11 @@ class InPlacePool:
         self.debug = bool(os.environ.get("KVPOOL_MLX_DEBUG")) if debug is None else debug
         self._layers: list[tuple[Any, _Chain]] = []
         self._chains: dict[tuple[int, ...], _Chain] = {}
-        numbers: dict[tuple[str, int], int] = {}  # of base arrays, in the order of `PoolMemory`
         for layer in range(spec.num_layers):
             places: dict[str, tuple[int, ...]] = {}
             used: list[int] = []
-            for plane in spec.stored_planes:
-                layout = spec.plane_layout(plane.name, num_blocks)
-                number = numbers.setdefault((layout.array, layer if layout.per_layer else 0), len(numbers))
+            for index, plane in enumerate(spec.stored_planes):
+                layout, number = spec.plane_layout(plane.name, num_blocks), spec.base_number(layer, index)
                 if number not in used:
                     used.append(number)
                 offset = layout.offset + layer * layout.layer_stride
