@@ -5,7 +5,8 @@ how many bytes each of them should have, and why. It starts no thread, reads no 
 looks once a second or so, resizes, and frees MLX's buffers when it is told to.
 
 1. The limit is what the caches could take in all, if `reserve` bytes of the machine stay free for others, from `floor`
-   to `ceiling`. Freed arrays that MLX keeps count as taken: they go first.
+   to `ceiling`. Freed arrays that MLX keeps count as taken: they go first. What a cache may still fill is promised to
+   it: nobody else gets it.
 2. Above the limit it shrinks at once, deeper than it must by a margin: a quarter of the reserve, at most an eighth of
    what lies between floor and ceiling. Blank blocks go first, then cached ones, then those of running requests. Under
    pressure it shrinks by an eighth at a time, if that is critical to the floor.
@@ -84,6 +85,9 @@ class Holder(NamedTuple):
         What it needs in any case: for the longest request, for example.
     unit : int
         Sizes are multiples of it: the bytes of a block.
+    fills : bool
+        Whether it takes its size only as it fills, as a `PromptCache` does: it has taken live + cached. It needs more
+        when these and what waits exceed its size. Say that something waits only if it was used since the last look.
     """
 
     name: str
@@ -93,6 +97,12 @@ class Holder(NamedTuple):
     waiting: int = 0
     least: int = 0
     unit: int = 1
+    fills: bool = False
+
+    @property
+    def promised(self) -> int:
+        """Bytes of its size that it has not taken yet."""
+        return self.size - self.live - self.cached if self.fills else 0
 
 
 class Decision(NamedTuple):
@@ -163,6 +173,7 @@ class Governor:
         """Return what the caches should have now. The caller tries to make it so. O(holders + looks in a pause)."""
         size, now = sum(one.size for one in holders), machine.seconds
         room, short = self._room(machine)
+        free, room = room, room - sum(one.promised for one in holders)
         self._seen.append((now, size + room))
         while self._seen[0][0] < now - self.pause:
             self._seen.popleft()
@@ -170,8 +181,8 @@ class Governor:
             self._busy_since = now
         least = max(self.floor, sum(one.least for one in holders))
         self.limit = int(min(self.ceiling, max(least, size + room)))
-        lacking = sum(max(0, one.live + one.waiting - one.size) for one in holders)
-        grown = int(min(self.limit, max(least, min(free for _, free in self._seen) - 2 * self.margin)))
+        lacking = sum(max(0, one.live + one.waiting + one.cached * one.fills - one.size) for one in holders)
+        grown = int(min(self.limit, max(least, min(could for _, could in self._seen) - 2 * self.margin)))
         is_held_down = grown < size + min(lacking, size // 8)
 
         wanted, reason, pause = size, KEEP, self.pause
@@ -193,7 +204,7 @@ class Governor:
         if sizes != before:
             self._resized, self._may_grow = now, now + pause
             return Decision(sum(sizes), reason, sizes, True)
-        if room < machine.buffers:
+        if free < machine.buffers:
             return Decision(size, BUFFERS, sizes, True)
         return Decision(size, HELD_DOWN if lacking and is_held_down else KEEP, sizes)
 
@@ -216,7 +227,7 @@ def _shared(size: int, holders: Sequence[Holder]) -> tuple[int, ...]:
         [max(one.least, one.live) for one in holders],
         [max(one.least, one.live + one.waiting) for one in holders],
         [max(one.least, one.live + one.waiting + one.cached) for one in holders],
-        [max(one.least, one.live + one.waiting + one.cached, one.size) for one in holders],
+        [max(one.least, one.live + one.waiting + one.cached, min(one.size, size)) for one in holders],
     ):
         lack = [max(0, more - had) for more, had in zip(goal, given, strict=True)]
         left, all_lack = size - sum(given), sum(lack)

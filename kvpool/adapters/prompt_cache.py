@@ -10,13 +10,14 @@ import logging
 import os
 import struct
 import threading
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
+from math import inf
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -42,13 +43,12 @@ from kvpool.adapters.dense_caches import (
     shared,
 )
 from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex
+from kvpool.adapters.prompt_order import TYPES, CachedSequence, Tokens, first, listed, oldest
 from kvpool.adapters.prompt_store import PromptStore
+from kvpool.retention import Keep
 from kvpool.store import BlockStore
 
 __all__ = ["TYPES", "Fetched", "PromptCache", "register_cache"]
-
-TYPES = ("assistant", "user", "system")
-"""Types of sequences, as in mlx-lm: what leaves first where `max_size` or `trim_to` counts them."""
 
 _MAX_TOKEN = 2**30 - 1  # numbers above stand for media
 _MAX_ATOM = 2**31 - 1
@@ -62,38 +62,10 @@ _GUARD = 16  # tokens at the end of a prompt that the next turn may rewrite, as 
 _log = logging.getLogger(__name__)
 
 
-_Tokens = list[int] | np.ndarray
-
-
 class Fetched(tuple[Any, int]):
     """What `PromptCache.fetch` returns: caches and their length. `extra` is what `insert` was given."""
 
     extra: Any = None
-
-
-@dataclass(eq=False)
-class _Sequence:
-    """An inserted sequence: an open row of the pool, and the caches that are valid at its end only.
-
-    `parent` is its last full block (or the root), `tail` the tokens behind it. `can_cut`: a shorter prefix can be made
-    of it.
-    """
-
-    layout: CacheLayout
-    handle: int
-    parent: int | bytes
-    length: int
-    tail: list[int]
-    kind: str
-    kept: list[Any]
-    kept_nbytes: int
-    nbytes: int
-    extra: Any
-    can_cut: bool
-
-    def is_prefix_of(self, known: _Tokens) -> bool:
-        """Whether a prompt that has its whole blocks begins with it."""
-        return self.tail == _listed(known[self.length - len(self.tail) : self.length])
 
 
 class _Hit(NamedTuple):
@@ -105,7 +77,7 @@ class _Hit(NamedTuple):
     length: int
     layout: CacheLayout
     blocks: np.ndarray
-    sequence: _Sequence | None
+    sequence: CachedSequence | None
     rows: list[mx.array] = []  # noqa: RUF012
     kept: list[Any] = []  # noqa: RUF012
     extra: Any = None
@@ -133,6 +105,8 @@ class PromptCache:
     checkpoint_bytes : int, optional
         Most bytes of caches that are kept whole, out of `max_bytes`. By default there is no such limit. A prompt with
         more of them is neither kept nor stored.
+    clock : callable, default `time.monotonic`
+        Seconds, for `Keep`.
 
     Notes
     -----
@@ -147,18 +121,22 @@ class PromptCache:
         store: BlockStore | None = None,
         max_size: int | None = None,
         checkpoint_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not callable(clock):
+            raise TypeError(f"[PromptCache] clock must be callable, not {type(clock).__name__}")
         self.max_bytes = _limit("PromptCache", "max_bytes", max_bytes)
         self.max_size = min(_limit("PromptCache", "max_size", max_size), _MAX_SEQUENCES)
         self.checkpoint_bytes = _limit("PromptCache", "checkpoint_bytes", checkpoint_bytes)
         self._stored = None if store is None else PromptStore(store)
+        self._clock, self._now = clock, 0.0  # when the last call came that may let something go
         self._promoter = ThreadPoolExecutor(1, thread_name_prefix="kvpool-promote")
         self._lock = threading.RLock()
         self._arrival = threading.Condition(self._lock)
         self._coming: list[Sequence[int]] = []  # how the sequences begin that are being inserted
         self._index: BlockIndex  # from the first layout on
         self._layouts: dict[CacheLayout, bytes] = {}
-        self._order: dict[str, OrderedDict[int, _Sequence]] = {kind: OrderedDict() for kind in TYPES}
+        self._order: dict[str, OrderedDict[int, CachedSequence]] = {kind: OrderedDict() for kind in TYPES}
         self._nbytes = 0  # of sequences and insertions, not of blocks
         self._kept_nbytes = 0
         self._spacing = 1
@@ -192,7 +170,7 @@ class PromptCache:
             length.
         take : bool
             The sequence whose end was found leaves the cache, as the caller will insert a longer one. Its whole
-            blocks stay until their room is needed.
+            blocks stay until their room is needed. What is kept does not leave.
         load : bool
             Look in the store, too, and wait for it. See `promote`.
         """
@@ -246,6 +224,7 @@ class PromptCache:
         media: Sequence[tuple[int, int, Hashable]] = (),
         cache_type: str = "assistant",
         extra: Any = None,
+        keep: Keep | None = None,
     ) -> bool:
         """Copy what is new in the caches of one sequence. False: nothing of it is kept.
 
@@ -264,14 +243,24 @@ class PromptCache:
         extra : object
             What else belongs to the sequence, such as the RoPE deltas of images. It is kept as it is, and comes back
             as ``fetch(...).extra`` with a prefix that has all media of the sequence. A store does not have it.
+        keep : Keep, optional
+            For `ttl` seconds the sequence leaves after all that is not kept, the lowest priority first. With fewer
+            `tokens` than the sequence has, its beginning does, where every cache has a row per token.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A token, a span, `cache_type` or `keep` is wrong. State unchanged.
         """
         if cache_type not in TYPES:
             raise ValueError(f"[insert] cache_type is {cache_type!r}, it must be one of {', '.join(TYPES)}")
+        if not isinstance(keep, Keep | None):
+            raise TypeError(f"[insert] keep must be a Keep, not {type(keep).__name__} ({keep!r})")
         begin = list(tokens[:BLOCK])
         with self._lock:
             self._coming.append(begin)
         try:
-            return self._insert_caches(tokens, caches, namespace, media, cache_type, extra)
+            return self._insert_caches(tokens, caches, namespace, media, cache_type, extra, keep)
         finally:
             with self._lock:
                 self._coming.remove(begin)
@@ -344,6 +333,7 @@ class PromptCache:
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Let sequences go until there are at most so many, with at most so many bytes in all."""
         with self._lock:
+            self._now = self._clock()
             if n_sequences is not None:
                 self._trim_sequences(max(0, n_sequences))
             if n_bytes is not None:
@@ -359,8 +349,9 @@ class PromptCache:
         TypeError, ValueError
             `max_bytes` is not an int, or negative. State unchanged.
         """
+        limit = _limit("resize", "max_bytes", max_bytes)
         with self._lock:
-            self.max_bytes = _limit("resize", "max_bytes", max_bytes)
+            self._now, self.max_bytes = self._clock(), limit
             self._make_room(0)
         mx.clear_cache()
 
@@ -420,7 +411,7 @@ class PromptCache:
             if one is not None:
                 self._order[one.kind].move_to_end(id(one))
                 extra = one.extra if kept else extra
-                if take and one.length == hit.length:
+                if take and one.length == hit.length and not one.priority_at(self._clock()):
                     self._drop(one)
         kept = [copied(cache, shared, role) for cache, role in zip(kept, layout.roles, strict=True)] if kept else kept
         for cache in kept if excess else ():
@@ -439,7 +430,7 @@ class PromptCache:
             rows = lambda first, end: iter(loaded[(first - have) // BLOCK :])  # noqa: E731
             self._insert(stored.layout, known[:length], rows, kept, namespace, have)
 
-    def _longest(self, known: _Tokens, namespace: bytes, spans: list[tuple[int, int]], whole: bool) -> _Hit | None:
+    def _longest(self, known: Tokens, namespace: bytes, spans: list[tuple[int, int]], whole: bool) -> _Hit | None:
         """Return the longest hit of all layouts. With `whole` no token is left where a sequence ends with the last."""
         best: _Hit | None = None
         for layout, name in self._layouts.items():
@@ -450,7 +441,7 @@ class PromptCache:
         return best
 
     def _cut(
-        self, layout: CacheLayout, root: bytes, known: _Tokens, spans: list[tuple[int, int]], whole: bool
+        self, layout: CacheLayout, root: bytes, known: Tokens, spans: list[tuple[int, int]], whole: bool
     ) -> _Hit | None:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
         blocks = self._index.path(root, known)
@@ -464,11 +455,12 @@ class PromptCache:
             blocks = np.append(blocks, nearest)
         full = length // BLOCK
         near = ends.get(int(blocks[full - 1]) if full else root, ())
-        used = next((one for one in near if one.length <= length and one.is_prefix_of(known)), None)
+        ended = (one for one in near if one.length <= length and one.is_prefix_of(known))
+        used = max(ended, key=lambda one: one.length, default=None)
         return _Hit(length, layout, blocks[: -(-length // BLOCK)], used) if length else None
 
     def _ended(
-        self, layout: CacheLayout, root: bytes, known: _Tokens, spans: list[tuple[int, int]], whole: bool
+        self, layout: CacheLayout, root: bytes, known: Tokens, spans: list[tuple[int, int]], whole: bool
     ) -> _Hit | None:
         """Return the longest hit of a sequence that is kept whole."""
         blocks = self._index.path(root, known)
@@ -493,6 +485,7 @@ class PromptCache:
         media: Sequence[tuple[int, int, Hashable]],
         kind: str,
         extra: Any,
+        keep: Keep | None,
     ) -> bool:
         known, spans = self._known("insert", tokens, media)
         leaves, tree = leaves_of(caches)
@@ -507,7 +500,12 @@ class PromptCache:
         evaluate(leaves)
         known, kept = known[:length], layout.kept_of(leaves)
         rows = partial(rows_of, layout, leaves)
-        is_kept = self._insert(layout, known, rows, kept, namespace, 0, kind, extra, spans)
+        if keep is not None and keep.tokens is not None and keep.tokens < length:
+            beginning = known[: keep.tokens // BLOCK * BLOCK]
+            if layout.is_dense and len(beginning):  # a sequence of its own
+                self._insert(layout, beginning, rows, (), namespace, kind=kind, keep=keep)
+            keep = None
+        is_kept = self._insert(layout, known, rows, kept, namespace, 0, kind, extra, spans, keep)
         if self._stored is None or not is_kept:
             return is_kept
         if layout != self._stored.layout:
@@ -531,6 +529,7 @@ class PromptCache:
         kind: str = "assistant",
         extra: Any = None,
         spans: Sequence[tuple[int, int]] = (),
+        keep: Keep | None = None,
     ) -> bool:
         """Make a sequence of tokens, of which ``rows(begin, end)`` has those from `have` on. False: there is no room.
 
@@ -540,6 +539,7 @@ class PromptCache:
         own = kept_nbytes + (INDEX_NBYTES if layout.has_arrays else 0)
         block_nbytes = BLOCK * layout.row_nbytes + (INDEX_NBYTES if layout.row_nbytes else 0)
         with self._lock:
+            self._now = self._clock()
             index, root = self._begun(layout), self._root(layout, namespace)
             handle = index.open(root, known)
             begin, length = index.pool.num_tokens(handle), len(known)
@@ -573,9 +573,10 @@ class PromptCache:
                 return False
             tail = known[length - length % BLOCK : length].tolist()
             can_cut = layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
-            one = _Sequence(layout, handle, root, length, tail, kind, ours, kept_nbytes, own, extra, can_cut)
-            for other in self._replaced(one, known[:length]):
-                self._drop(other)
+            one = CachedSequence(layout, handle, root, length, tail, kind, ours, kept_nbytes, own, extra, can_cut)
+            if keep is not None:
+                one.priority, one.until = keep.priority, self._now + keep.ttl
+            self._replace(one, known[:length])
             self._publish(root, known[:length], copies, one, max((stop for _, stop in spans), default=0))
             if kept_nbytes and layout.row_nbytes:
                 self._spacing = 3 * kept_nbytes // layout.row_nbytes
@@ -585,7 +586,9 @@ class PromptCache:
         self._nbytes += nbytes
         self._kept_nbytes += kept_nbytes
 
-    def _publish(self, root: bytes, known: np.ndarray, rows: list[mx.array], one: _Sequence, media_end: int) -> None:
+    def _publish(
+        self, root: bytes, known: np.ndarray, rows: list[mx.array], one: CachedSequence, media_end: int
+    ) -> None:
         """Make a sequence known: an open row of the pool whose first blocks are known, and the rows of the others."""
         blocks = self._index.put(root, one.handle, known, rows)
         if full := len(known) // BLOCK:
@@ -595,12 +598,22 @@ class PromptCache:
         self._reserve(one.nbytes, one.kept_nbytes)
         if one.extra is not None and one.layout.is_dense:
             self._index.extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
-        self._trim_sequences(self.max_size)
+        self._trim_sequences(self.max_size, one)
 
-    def _replaced(self, one: _Sequence, known: np.ndarray) -> list[_Sequence]:
-        """Return the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut."""
-        ends = (end for _, end in self._index.ending(one.parent, self._index.pool.table(one.handle)))
-        return [end for end in ends if (one.can_cut or end.length == one.length) and end.is_prefix_of(known)]
+    def _replace(self, one: CachedSequence, known: np.ndarray) -> None:
+        """Drop the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut.
+
+        The same tokens stay kept as they are. A prefix that is kept for longer, or with a higher priority, stays.
+        """
+        for _, end in list(self._index.ending(one.parent, self._index.pool.table(one.handle))):
+            priority, is_same = end.priority_at(self._now), end.length == one.length
+            if not (one.can_cut or is_same) or not end.is_prefix_of(known):
+                continue
+            if priority and is_same:
+                one.priority, one.until = max(one.priority, priority), max(one.until, end.until)
+            elif priority > one.priority or (priority and end.until > one.until):
+                continue
+            self._drop(end)
 
     # ------------------------------------------------------------------------------------------ what leaves first
 
@@ -610,7 +623,7 @@ class PromptCache:
             return False
         while self._kept_nbytes + kept_nbytes > self.checkpoint_bytes:
             kept = (one for order in self._order.values() for one in order.values() if one.kept_nbytes)
-            if (one := next(kept, None)) is None:
+            if (one := first(kept, self._now)) is None:
                 return False
             self._drop(one)
         while True:
@@ -618,30 +631,36 @@ class PromptCache:
             excess = self.nbytes + nbytes - self.max_bytes
             if max(lacking, excess) <= 0:
                 return True
+            count = max(lacking, excess // self._block_nbytes, 1)
             if self._index.num_idle:
-                self._index.evict(max(lacking, excess // self._block_nbytes, 1))
+                self._index.evict(count)
             elif len(self):
-                self._drop(self._oldest())
+                self._let_go(oldest(self._order, self._now), count)
             else:
                 return False
 
-    def _drop(self, one: _Sequence) -> None:
+    def _let_go(self, one: CachedSequence, count: int) -> None:
+        """Drop a sequence. What is kept loses so many blocks at its end, as its beginning stays before all others."""
+        left = -(-one.length // BLOCK) - count
+        if left <= 0 or not one.layout.is_dense or not one.priority_at(self._now):
+            self._drop(one)
+            return
+        self._index.close(one.handle, one.parent, one, left)
+        one.length, one.parent, one.tail = BLOCK * left, int(self._index.pool.table(one.handle)[-1]), []
+        self._index.end(one.parent, one)
+
+    def _drop(self, one: CachedSequence) -> None:
         """Close a sequence: its whole blocks stay until something else needs their room."""
         self._index.close(one.handle, one.parent, one)
         del self._order[one.kind][id(one)]
         self._reserve(-one.nbytes, -one.kept_nbytes)
 
-    def _oldest(self) -> _Sequence:
-        """Return the sequence that leaves first, as in mlx-lm: its type must not be rarer than the next one."""
-        orders = list(self._order.values())
-        for order, following in pairwise(orders):
-            if order and len(order) >= len(following):
-                return next(iter(order.values()))
-        return next(one for order in reversed(orders) for one in order.values())
-
-    def _trim_sequences(self, count: int) -> None:
+    def _trim_sequences(self, count: int, new: CachedSequence | None = None) -> None:
         while len(self) > count:
-            self._drop(self._oldest())
+            one = oldest(self._order, self._now)
+            if one is new and oldest(self._order, inf) is not new:  # nothing kept is a reason that it goes
+                one = oldest(self._order, self._now, new)
+            self._drop(one)
             self._index.evict(self._index.num_idle)
 
     # --------------------------------------------------------------------------------------------- internals
@@ -734,13 +753,9 @@ def _outside(length: int, spans: list[tuple[int, int]]) -> int:
     return length
 
 
-def _behind(known: _Tokens, count: int) -> list[int]:
+def _behind(known: Tokens, count: int) -> list[int]:
     """Return the tokens of the block behind so many."""
-    return _listed(known[BLOCK * count : BLOCK * (count + 1)])
-
-
-def _listed(tokens: _Tokens) -> list[int]:
-    return tokens if isinstance(tokens, list) else tokens.tolist()
+    return listed(known[BLOCK * count : BLOCK * (count + 1)])
 
 
 def _common(a: list[int], b: list[int]) -> int:

@@ -119,11 +119,16 @@ class BlockIndex:
             self.nbytes += sum(map(self.nbytes_of, new))
         return blocks
 
-    def close(self, handle: int, parent: int | bytes = b"", one: Any = None) -> None:
-        """Close a sequence, and forget what ends with it. Its whole blocks stay until they are evicted."""
-        length = self.pool.num_tokens(handle)
-        tail = self.pool.table(handle)[length // BLOCK :].tolist()
-        self.pool.close(handle)
+    def close(self, handle: int, parent: int | bytes = b"", one: Any = None, left: int = 0) -> None:
+        """Close a sequence, or leave it so many whole blocks, and forget what ends with it.
+
+        Its other whole blocks stay until they are evicted.
+        """
+        tail = self.pool.table(handle)[self.pool.num_tokens(handle) // BLOCK :].tolist()
+        if left:
+            self.pool.truncate([handle], [BLOCK * left])
+        else:
+            self.pool.close(handle)
         self._clear(tail)
         if one is not None:
             self.ends[parent].remove(one)

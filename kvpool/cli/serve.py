@@ -214,7 +214,9 @@ def bounds_of(args: argparse.Namespace) -> Bounds | None:
     return Bounds(low if colon else None, yields, idle, free) if yields or idle < math.inf else None
 
 
-def governed(args: argparse.Namespace, bounds: Bounds, options: dict[str, Any], model: Any, most: int) -> int:
+def governed(
+    args: argparse.Namespace, bounds: Bounds, options: dict[str, Any], model: Any, draft: Any, most: int
+) -> int:
     """Return the least blocks that the cache has. `options` limits requests to those, and begins with what is free."""
     from kvpool.adapters.mlx_lm import loading
     from kvpool.adapters.mlx_lm.shapes import max_positions
@@ -228,11 +230,11 @@ def governed(args: argparse.Namespace, bounds: Bounds, options: dict[str, Any], 
         free = int(min(now.available, now.most_active - now.active))
         if bounds.least > free:
             raise CommandError(f"{given}: beside the model {free} bytes are available, fewer than the least size")
-        rows, bits = options["max_running"], bits_of(args)
+        rows, how = options["max_running"], {"beside": draft, **bits_of(args)}
         try:
-            least = loading.blocks_in(bounds.least, model, size, rows, **bits)
+            least = loading.blocks_in(bounds.least, model, size, rows, **how)
             free = max(bounds.least, free - bounds.keep_free)
-            options["num_blocks"] = min(options["num_blocks"], loading.blocks_in(free, model, size, rows, **bits))
+            options["num_blocks"] = min(options["num_blocks"], loading.blocks_in(free, model, size, rows, **how))
         except ValueError as exc:
             raise CommandError(f"{given}: the least size has {by_flags(exc)}") from None
         if asked and asked > (least - 1) * size:
@@ -348,16 +350,20 @@ def make_engine(
         longest = min(max_positions(model) or LONGEST, LONGEST)
         is_fixed = args.memory not in (None, "auto") and bounds is None
         options["num_blocks"] = most if is_fixed else min(most, 1 + running * -(-longest // size))
-    least = 0 if bounds is None else governed(args, bounds, options, model, most)
-    speculate = proposer(num_drafts_of(args), draft, max(most, options["num_blocks"]) * size, running)
+    least = 0 if bounds is None else governed(args, bounds, options, model, draft, most)
+    speculate = proposer(num_drafts_of(args), draft, options["num_blocks"] * size, running)
     engine = Engine(model, tokenizer=tokenizer, speculate=speculate, **options)
     if bounds is not None:
+        from kvpool.adapters.mlx_lm.drafts import DraftModel
         from kvpool.governor import Governor
         from kvpool.serving.memory import Memory, unit_nbytes
 
-        sizes = least * unit_nbytes(engine), most * unit_nbytes(engine)
-        governor = Governor(*sizes, bounds.keep_free, idle_release=bounds.idle_release, yields=bounds.yields)
-        memory.append(Memory(governor, running))
+        drafts = speculate if isinstance(speculate, DraftModel) else None
+        unit = unit_nbytes(engine, drafts)
+        governor = Governor(
+            least * unit, most * unit, bounds.keep_free, idle_release=bounds.idle_release, yields=bounds.yields
+        )
+        memory.append(Memory(governor, running, drafts))
     engine.wired_nbytes = fit_wired(args.wired)
     if engine.wired_nbytes:
         say(f"kvpool serve: {format_nbytes(engine.wired_nbytes)} of memory are wired at most")

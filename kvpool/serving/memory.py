@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from kvpool.adapters.mlx_lm.drafts import DraftModel
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.config import available_memory_nbytes, format_nbytes, memory_pressure
 from kvpool.governor import KEEP, Governor, Holder, Machine
@@ -33,11 +34,13 @@ class Memory:
     governor : Governor
     max_running : int
         Samples that run at a time, at most.
+    draft : DraftModel, optional
+        What speculates: its pool has room for as many tokens.
     """
 
-    def __init__(self, governor: Governor, max_running: int) -> None:
+    def __init__(self, governor: Governor, max_running: int, draft: DraftModel | None = None) -> None:
         self.governor = governor
-        self._max_running = max_running
+        self._max_running, self._draft = max_running, draft
         self._seen, self._size, self._said = Machine(0.0, 0), 0, KEEP
         self._resizes: Counter[str] = Counter()
 
@@ -51,13 +54,14 @@ class Memory:
     def look(self, engine: Engine) -> None:
         """Look at the machine, and resize if it is time. Only the thread of the engine may call it."""
         self._seen = seen()
-        before = self._holder(engine)
-        decision = self.governor.decide(self._seen, [before])
+        before = holder_of(engine, self._max_running, self._draft)
+        available = self._seen.available - promised_to_store(engine)
+        decision = self.governor.decide(self._seen._replace(available=available), [before])
         if decision.size != before.size:
-            self._resize(engine, decision.size, before.unit)
+            resize(engine, decision.size, self._draft)
         if decision.frees_buffers:
             give_back()
-        self._size = size = self._holder(engine).size
+        self._size = size = holder_of(engine, self._max_running, self._draft).size
         if size != before.size:
             self._resizes[decision.reason] += 1
         if size != before.size or decision.reason not in (self._said, KEEP):
@@ -71,39 +75,11 @@ class Memory:
             _log.info("memory", extra={"told": told})
             self._said = decision.reason
 
-    def _resize(self, engine: Engine, nbytes: int, unit: int) -> None:
-        """Have so many bytes, or as few more as running requests need: the scheduler preempts those that grow."""
-        layout, pool = engine.kv.layout, engine.kv.pool
-        arenas = range(len(layout.block_nbytes))
-        used = max(-(-pool.stats(arena).used // layout.columns(arena)) for arena in arenas)
-        num_blocks = max(nbytes // unit, 2 + used)
-        if num_blocks == pool.num_blocks:
-            return
-        try:
-            engine.resize(num_blocks)
-        except (MemoryError, RuntimeError, ValueError) as error:  # a store loads, no memory: all is as it was
-            _log.info("memory: the pool stays as it is: %s", error)
-
-    def _holder(self, engine: Engine) -> Holder:
-        layout, pool, scheduler = engine.kv.layout, engine.kv.pool, engine.scheduler
-        arenas = [(pool.stats(arena), nbytes) for arena, nbytes in enumerate(layout.block_nbytes)]
-        unit = unit_nbytes(engine)
-        lanes = max(0, self._max_running - len(scheduler.handles))
-        tokens = sum(len(one.prompt) + one.max_tokens for one in scheduler.waiting(lanes))
-        return Holder(
-            "pool",
-            sum(stats.num_blocks * nbytes for stats, nbytes in arenas) // unit * unit,
-            sum(stats.used * nbytes for stats, nbytes in arenas),
-            sum(stats.evictable * nbytes for stats, nbytes in arenas),
-            -(-tokens // pool.block_size) * unit,
-            unit=unit,
-        )
-
     def metrics(self) -> list[Metric]:
         """Return what it saw last, and how often it has resized. Any thread may ask."""
         values = {
-            "held": (self._size, "Bytes of the pool."),
-            "limit": (self.governor.limit, "Bytes that the pool might take now."),
+            "held": (self._size, "Bytes of the pool, and of that of a draft model."),
+            "limit": (self.governor.limit, "Bytes that these might take now."),
             "available": (self._seen.available, "Bytes of the machine that are available."),
             "buffers": (self._seen.buffers, "Bytes of freed arrays that MLX keeps."),
         }
@@ -113,10 +89,52 @@ class Memory:
         return [*found, Metric("kvpool_memory_resizes_total", "counter", "Resizes of the pool, by reason.", samples)]
 
 
-def unit_nbytes(engine: Engine) -> int:
-    """Return the bytes of a block of tokens in all layers."""
+def holder_of(engine: Engine, max_running: int, draft: DraftModel | None = None) -> Holder:
+    """Return what the pool of an engine takes, and that of a draft model, which has as many tokens."""
+    layout, pool, scheduler = engine.kv.layout, engine.kv.pool, engine.scheduler
+    arenas = [(pool.stats(arena), nbytes) for arena, nbytes in enumerate(layout.block_nbytes)]
+    own, unit = unit_nbytes(engine), unit_nbytes(engine, draft)
+    lanes = max(0, max_running - len(scheduler.handles))
+    tokens = sum(len(one.prompt) + one.max_tokens for one in scheduler.waiting(lanes))
+    return Holder(
+        "pool",
+        sum(stats.num_blocks * nbytes for stats, nbytes in arenas) // own * unit,
+        sum(stats.used * nbytes for stats, nbytes in arenas) * unit // own,
+        sum(stats.evictable * nbytes for stats, nbytes in arenas) * unit // own,
+        -(-tokens // pool.block_size) * unit,
+        unit=unit,
+    )
+
+
+def resize(engine: Engine, nbytes: int, draft: DraftModel | None = None) -> None:
+    """Have so many bytes, or as few more as running requests need: the scheduler preempts those that grow."""
+    layout, pool = engine.kv.layout, engine.kv.pool
+    arenas = range(len(layout.block_nbytes))
+    used = max(-(-pool.stats(arena).used // layout.columns(arena)) for arena in arenas)
+    num_blocks = max(nbytes // unit_nbytes(engine, draft), 2 + used)
+    if num_blocks == pool.num_blocks:
+        return
+    try:
+        engine.resize(num_blocks)
+        if draft is not None:
+            draft.resize(num_blocks * pool.block_size)
+    except (MemoryError, RuntimeError, ValueError) as error:  # what runs does not fit, no memory: all is as it was
+        _log.info("memory: a pool stays as it is: %s", error)
+
+
+def unit_nbytes(engine: Engine, draft: DraftModel | None = None) -> int:
+    """Return the bytes of a block of tokens in all layers, those of a draft model included."""
     layout = engine.kv.layout
-    return sum(layout.columns(arena) * nbytes for arena, nbytes in enumerate(layout.block_nbytes))
+    own = sum(layout.columns(arena) * nbytes for arena, nbytes in enumerate(layout.block_nbytes))
+    if draft is None:
+        return own
+    return own + -(-engine.kv.pool.block_size * unit_nbytes(draft.engine) // draft.engine.kv.pool.block_size)
+
+
+def promised_to_store(engine: Engine) -> int:
+    """Return the bytes of memory that the store of an engine may still take."""
+    tiers = {} if engine.kv.stored is None else engine.kv.stored.store.stats()
+    return tiers["memory"].limit_nbytes - tiers["memory"].nbytes if "memory" in tiers else 0
 
 
 def seen() -> Machine:

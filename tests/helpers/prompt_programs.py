@@ -20,6 +20,7 @@ import numpy as np
 from kvpool.adapters.prompt_cache import PromptCache
 from kvpool.adapters.prompt_index import INDEX_NBYTES
 from kvpool.adapters.prompt_store import store_layout
+from kvpool.retention import Keep
 from kvpool.store import MemoryStore
 
 mlx_caches: Any = importlib.import_module(os.environ.get("KVPOOL_CACHES", "mlx_lm.models.cache"))
@@ -216,6 +217,7 @@ class Program:
         self.keeps = self.keeps and "checkpoint_bytes" not in self.options
         self.bases: list[tuple[list[int], list[tuple[int, int, str]]]] = [([], [])]
         self.operations = 0
+        self.directives = random.Random(seed)
         self.fetches = _OTHER.submit  # one thread inserts, another one fetches, the first one reads
 
     def run(self, calls: int = PROGRAM) -> str:
@@ -247,6 +249,11 @@ class Program:
                 del tokens[stop:]
         return tokens, spans
 
+    def directive(self) -> Keep | None:
+        draw = self.directives
+        keep = Keep(draw.randint(1, 7), draw.randint(1, 60), draw.choice([None, 20, 50]))
+        return keep if draw.random() < 0.2 else None
+
     def call(self) -> str:
         rng, chance = self.rng, self.rng.random()
         self.operations += 1
@@ -266,7 +273,7 @@ class Program:
         self.naive.add(text)
         if not spans:
             self.stored.add(text)
-        self.prompts.insert(tokens, made(self.kind, tokens, rng), namespace, media=spans)
+        self.prompts.insert(tokens, made(self.kind, tokens, rng), namespace, media=spans, keep=self.directive())
         if not self.loses and not spans:  # what was inserted is found at once
             self.operations += 1
             said = self.fetched([*tokens, 7], namespace, [])

@@ -174,6 +174,25 @@ def test_draft_model_reads_a_long_text_in_parts(model):
     assert proposer.engine.kv.pool.stats().used == 0
 
 
+def test_draft_model_that_is_resized_while_it_reads_forgets_what_it_reads_and_drafts_again(model):
+    proposer = DraftModel(model, MANY, num_drafts=3, max_step_tokens=16, prefill_chunk=16)
+    (prompt,), done = random_prompts((200,)), []
+    plain = facts(Engine(model, MANY).generate(prompt, max_tokens=40))
+    engine = Engine(model, MANY, speculate=proposer)
+    engine.submit(prompt, max_tokens=40)
+    pool = proposer.engine.kv.pool
+    while pool.stats().used < 20:
+        engine.step()
+    for num_tokens in (40, 400):
+        proposer.resize(num_tokens)
+        assert pool.num_blocks == 1 + num_tokens // 4 and pool.stats().used == proposer.engine.num_unfinished == 0
+        proposer.engine.scheduler.check()
+        done += engine.step()
+    while engine.num_unfinished:
+        done += engine.step()
+    assert facts(done[0]) == plain and engine.scheduler.stats().accepted_tokens > 10
+
+
 @pytest.mark.parametrize("broken", ["a pass", "an update", "the proposer"])
 def test_draft_model_that_raises_once_is_empty_and_goes_on(model, broken):
     proposer = DraftModel(model, MANY, kernels=False)  # plain MLX: a step is out when `update` raises

@@ -4,27 +4,35 @@
 """
 
 import concurrent.futures
+import gc
 import os
+import random
 import re
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
 from mlx_models import on_cpu
 from server_process import Server
 
 from benchmarks import picture
 from kvpool import governor
 from kvpool.adapters.mlx_lm import Engine, tiny
-from kvpool.cli import main
+from kvpool.adapters.mlx_lm.drafts import DraftModel
+from kvpool.adapters.prompt_cache import PromptCache
+from kvpool.cli import build_parser, main, serve
 from kvpool.config import available_memory_nbytes
-from kvpool.governor import Decision, Governor
+from kvpool.governor import Decision, Governor, Holder, Machine
 from kvpool.serving import memory
 from kvpool.serving.memory import Memory
+from kvpool.store import MemoryStore
 
 MIB = 2**20
 WIDE = tiny.CONFIG | {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
@@ -245,6 +253,194 @@ def test_holder_counts_requests_that_could_run_beside_those_that_do(engine):
     one = governed((0, governor.KEEP))
     one.look(engine)
     assert one.governor.seen[1][0].waiting == 4 * 15 * unit  # 120 tokens each
+
+
+def active():
+    """Bytes of all arrays of MLX in this process."""
+    gc.collect()
+    return mx.get_active_memory()
+
+
+def test_pool_of_a_draft_model_has_as_many_tokens_whatever_the_size_and_answers_stay():
+    with on_cpu():
+        model, tokenizer = tiny.make()
+        with Engine(model, 200, block_size=8, max_running=4, tokenizer=tokenizer) as alone:
+            expected = alone.generate("The block table maps", max_tokens=60).text
+        del alone
+        begun = active()
+        draft = DraftModel(model, 401, num_drafts=3)
+        with Engine(model, 200, block_size=8, max_running=4, tokenizer=tokenizer, speculate=draft) as engine:
+            unit, done = memory.unit_nbytes(engine, draft), []
+            sizes = [30, 120, 40, 200]
+            one = Memory(Planned(0, 2**40), 4, draft)
+            one.governor.plan = [(blocks * unit, governor.OTHERS) for blocks in sizes]
+            engine.submit("The block table maps", max_tokens=60)
+            for number in range(200):
+                done += engine.step()
+                if number % 3 == 1 and sizes:
+                    one.look(engine)
+                    blocks = sizes.pop(0)
+                    assert (engine.kv.pool.num_blocks, draft.engine.kv.pool.num_blocks) == (blocks, 1 + 2 * blocks)
+                    assert 0 <= active() - begun - blocks * unit < unit
+                    draft.engine.scheduler.check()
+                if done:
+                    break
+            assert done[0].text == expected and not sizes
+            assert engine.scheduler.stats().accepted_tokens > 10
+            assert engine.generate("The block table maps", max_tokens=60).text == expected
+
+
+def test_sizes_that_the_server_is_given_hold_the_pool_of_a_draft_model_too(monkeypatch):
+    given = ["--memory", "2MiB:128MiB", "--keep-free", "1MiB", "--speculate", "3", "--draft-model", "tiny"]
+    args = build_parser().parse_args(["serve", "--model", "tiny", *given, "--max-running", "2"])
+    settings, made = SimpleNamespace(chat_template=None, defaults={}), []
+    with on_cpu():
+        weights = -active()
+        models = [tiny.make()[0] for _ in range(2)]
+        mx.eval([one.parameters() for one in models])
+        weights += active()
+        del models
+        begun = active() + weights
+        engine = serve.make_engine(args, serve.engine_options(args, 16), settings, serve.bounds_of(args), made)
+        sizes = [active() - begun]
+        tokens = 16 * engine.kv.pool.num_blocks  # of 3 layers of 2 x 32 numbers, twice, in each model
+        assert 0 <= sizes[0] - 2 * tokens * 3 * 2 * 32 * 2 * 4 < 2**14
+        for pressure in (governor.CRITICAL, governor.NORMAL, governor.NORMAL):
+            machine = Machine(100.0 * len(sizes), 2**40, pressure)
+            monkeypatch.setattr(memory, "seen", lambda machine=machine: machine)
+            for _ in range(20):
+                engine.submit("The block table maps", max_tokens=500)
+            made[0].look(engine)
+            sizes.append(active() - begun)
+        engine.close()
+    assert 1.9 * MIB < sizes[1] <= 2 * MIB < sizes[3] < sizes[0] <= 64 * MIB
+
+
+def test_server_with_a_draft_model_and_a_store_gives_memory_back_when_idle_and_answers_as_before(tmp_path):
+    given = ("--memory", "2MiB:8MiB", "--idle-release", "1", "--keep-free", "1MiB", "--max-running", "4")
+    drafts = ("--speculate", "3", "--draft-model", "tiny")
+    body = {"prompt": "The block table maps", "max_tokens": 60, "temperature": 0}
+    with Server("--num-blocks", "40") as fixed:
+        expected = fixed.post("/v1/completions", body)[1]["choices"]
+    with Server(*given, *drafts, "--store", str(tmp_path / "store"), "--store-memory", "1MiB") as server:
+        for _ in range(2):
+            assert server.post("/v1/completions", body)[1]["choices"] == expected
+            end = time.monotonic() + 60
+            while not 0 < (held := server.metrics()["kvpool_memory_held_bytes"]) <= 2 * MIB:
+                assert time.monotonic() < end, held
+                time.sleep(0.2)
+        assert server.metrics()["kvpool_accepted_tokens_total"] > 20
+        assert server.metrics()["kvpool_store_saved_blocks_total"] > 0
+
+
+def test_memory_that_a_store_may_still_take_is_not_for_the_pool(monkeypatch):
+    store = partial(MemoryStore, max_nbytes=64 * MIB)
+    with on_cpu():
+        model, tokenizer = tiny.make()
+        with Engine(model, 200, tokenizer=tokenizer, block_size=8, max_running=4, store=store) as engine:
+            unit, stats = memory.unit_nbytes(engine), engine.kv.stored.store.stats
+            one = Memory(Governor(2 * unit, 400 * unit), 4)
+            for number in range(20):
+                taken = engine.kv.pool.num_blocks * unit + stats()["memory"].nbytes
+                machine = Machine(0.0, 64 * MIB + 100 * unit - taken)
+                monkeypatch.setattr(memory, "seen", lambda machine=machine: machine)
+                one.look(engine)
+                assert one.governor.limit == 100 * unit >= engine.kv.pool.num_blocks * unit
+                engine.generate(f"{number} times the block table maps", max_tokens=20)
+            assert stats()["memory"].nbytes > 10 * unit
+
+
+class Shared:
+    """Two engines and a prompt cache under one governor, on a machine with others. Sizes are blocks of an engine."""
+
+    total, reserve, least = 600, 60, 16  # the least of an engine holds all that it runs at a time
+
+    def __init__(self, engines, prompts, fills):
+        self.engines, self.prompts, self.fills = engines, prompts, fills
+        self.unit, self.draw, self.now, self.others = memory.unit_nbytes(engines[0]), random.Random(1), 0.0, 0
+        sizes = (size * self.unit for size in (2 * self.least, self.total, self.reserve))
+        self.governor, self.begun = Governor(*sizes, pause=4.0), mx.get_active_memory() - self.sizes()[0]
+
+    def sizes(self):
+        """Bytes of the pools, and of the prompt cache."""
+        return sum(one.kv.pool.num_blocks for one in self.engines) * self.unit, self.prompts.nbytes
+
+    def taken(self):
+        """What is really there: the arrays of MLX, and the index of the prompt cache."""
+        mx.clear_cache()
+        rows = self.prompts._index.rows if len(self.prompts) else []
+        index = self.prompts.nbytes - sum(row.nbytes for row in rows if row is not None)
+        return mx.get_active_memory() - self.begun + index
+
+    def above(self):
+        """Blocks by which they exceed what others leave, or the least that they need."""
+        return self.taken() / self.unit - max(self.total - self.others - self.reserve, 2 * self.least)
+
+    def work(self, length=30):
+        for engine in self.engines:
+            for _ in range(self.draw.randrange(3)):
+                engine.submit([self.draw.randrange(200) for _ in range(length)], max_tokens=4)
+            for _ in range(5):
+                engine.step()
+        for _ in range(4):
+            cache, rows = KVCache(), mx.ones((1, 1, 300, 64))
+            mx.eval(cache.update_and_fetch(rows, rows))
+            self.prompts.insert([self.draw.randrange(200) for _ in range(300)], [cache])
+
+    def look(self):
+        """The prompt cache would have an eighth more than it has."""
+        holders = [memory.holder_of(one, 2)._replace(least=self.least * self.unit) for one in self.engines]
+        filled, self.now = self.prompts.nbytes, self.now + 1
+        more = filled // 8 + 10 * self.unit
+        holders.append(Holder("prompts", self.prompts.max_bytes, 0, filled, more, fills=self.fills))
+        available = max(0, (self.total - self.others) * self.unit - self.taken())
+        *sizes, most = self.governor.decide(Machine(self.now, available), holders).sizes
+        for engine, size in zip(self.engines, sizes, strict=True):
+            memory.resize(engine, size)
+        if most != self.prompts.max_bytes:
+            self.prompts.resize(most)
+        return [size / self.unit for size in (*sizes, most)]
+
+
+@pytest.fixture
+def shared(request):
+    with on_cpu():
+        model = tiny.make()[0]
+        engines = [Engine(model, 60, block_size=8, max_running=2) for _ in range(2)]
+        mx.eval(model.parameters())
+        gc.collect()
+        mx.clear_cache()
+        yield Shared(engines, PromptCache(300 * memory.unit_nbytes(engines[0])), request.param)
+        for engine in engines:
+            engine.kv.pool.check()
+            engine.close()
+
+
+@pytest.mark.parametrize("shared", [True], indirect=True)
+def test_two_engines_and_a_prompt_cache_share_what_others_leave(shared):
+    """Others take at most the reserve between two looks: more would be taken before anybody can know."""
+    found = []
+    for others in (100, 100, 100, 150, 200, 250, 300, 350, 400, 450, 500, 550, *[580] * 2, *[200] * 20):
+        shared.others = others
+        found.append(shared.look())
+        assert shared.above() <= 2
+        assert sum(shared.sizes()) <= shared.taken() + shared.unit
+        shared.work(length=100 if others == 200 else 30)
+        assert shared.above() <= 2
+    first, squeezed, last = found[0], found[13], found[-1]
+    assert squeezed == [16, 16, 0]
+    assert all(few < size for few, size in zip(squeezed, first, strict=True))
+    assert all(few < size for few, size in zip(squeezed, last, strict=True))
+
+
+@pytest.mark.parametrize("shared", [False], indirect=True)
+def test_what_a_prompt_cache_has_not_taken_yet_is_missed_where_nobody_says_that_it_fills(shared):
+    shared.others, found = 350, []
+    for _ in range(8):
+        shared.look()
+        shared.work()
+        found.append(shared.above())
+    assert max(found) > 20
 
 
 def test_memory_that_mlx_and_malloc_keep_is_given_back():

@@ -148,6 +148,48 @@ def test_sizes_are_whole_blocks_and_hold_the_longest_request():
     assert decision.sizes == (120,)
 
 
+SIZES = st.integers(0, 1000)
+HOLDERS = st.lists(
+    st.tuples(SIZES, SIZES, SIZES, SIZES, st.sampled_from([0, 0, 50]), st.booleans()), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(HOLDERS, st.lists(st.integers(0, 3000), min_size=1, max_size=3), st.integers(0, 300))
+def test_holders_that_all_fill_what_they_have_leave_the_reserve_to_others(given_holders, looks, reserve):
+    holders = [
+        Holder(str(n), live + cached + blank, live, cached, waiting, least, fills=fills)
+        for n, (live, cached, blank, waiting, least, fills) in enumerate(given_holders)
+    ]
+    govern = Governor(0, 10**6, reserve, pause=0)
+    for now, available in enumerate(looks):
+        taken = sum(one.live + one.cached if one.fills else one.size for one in holders)
+        decision = govern.decide(Machine(now, available), holders)
+        assert decision.size == sum(decision.sizes)
+        assert decision.size <= max(taken + available - reserve, sum(one.least for one in holders))
+        holders = [
+            one._replace(size=size, live=min(one.live, size), cached=min(one.cached, size - min(one.live, size)))
+            for one, size in zip(holders, decision.sizes, strict=True)
+        ]
+
+
+def test_cache_that_fills_grows_when_it_is_full_and_a_pool_whose_cached_blocks_may_leave_does_not():
+    for fills, cached, size in ((True, 390, 450), (True, 300, 400), (False, 390, 400)):
+        one = Holder("prompts", 400, 0, cached, 50, fills=fills)
+        assert Governor(0, 1000).decide(Machine(0, 10**4), [one]).size == size
+
+
+def test_cache_without_a_limit_of_its_own_leaves_the_blank_blocks_of_pools():
+    holders = [Holder("chat", 500, 100, 100), Holder("prompts", 2**63, 0, 100, fills=True)]
+    sizes = Governor(0, 1000).decide(Machine(0, 10**4), holders).sizes
+    assert sum(sizes) in (999, 1000) and 300 < sizes[0] < 500
+
+
+def test_room_that_a_cache_was_promised_and_has_not_taken_goes_to_requests_that_wait():
+    holders = [Holder("chat", 500, 500, 0, 200), Holder("prompts", 500, 0, 100, fills=True)]
+    assert Governor(0, 1000).decide(Machine(0, 400), holders) == (1000, governor.WAITING, (700, 300), True)
+
+
 @pytest.mark.parametrize(("pressure", "sizes"), [(CRITICAL, [100, 100]), (WARNING, [700, 700, 613, 613])])
 def test_pressure_shrinks_by_steps_and_if_critical_at_once(pressure, sizes):
     govern, size, found = Governor(100, 1000), 800, []

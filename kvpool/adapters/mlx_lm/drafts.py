@@ -127,6 +127,19 @@ class DraftModel:
         """Return the drafts of each sequence."""
         return self._trust.ask(self._run, rows)
 
+    def resize(self, num_tokens: int) -> None:
+        """Have room for so many tokens, between two calls. What it reads begins anew, from its prefix cache.
+
+        Raises
+        ------
+        ValueError, CapacityExceeded, MemoryError
+            See `Engine.resize`. The size is unchanged.
+        """
+        for id in self._reading:
+            self.engine.cancel(id)
+        self._reading.clear()
+        self.engine.resize(1 + num_tokens // self.engine.kv.pool.block_size)
+
     def _run(self, rows: list[Decoding]) -> list[np.ndarray]:
         """Return what the model says. Nothing for a sequence that is too long for it.
 

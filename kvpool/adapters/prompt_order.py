@@ -1,0 +1,82 @@
+"""Which sequence of a `PromptCache` leaves first: one that is not kept, then by type and use as in mlx-lm."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvpool.adapters.dense_caches import CacheLayout
+
+TYPES = ("assistant", "user", "system")
+"""Types of sequences, as in mlx-lm: what leaves first where `max_size` or `trim_to` counts them."""
+
+Tokens = list[int] | np.ndarray
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """An inserted sequence: an open row of the pool, and the caches that are valid at its end only.
+
+    `parent` is its last full block (or the root), `tail` the tokens behind it. `can_cut`: a shorter prefix can be made
+    of it. Until `until` it is kept with `priority`.
+    """
+
+    layout: CacheLayout
+    handle: int
+    parent: int | bytes
+    length: int
+    tail: list[int]
+    kind: str
+    kept: list[Any]
+    kept_nbytes: int
+    nbytes: int
+    extra: Any
+    can_cut: bool
+    priority: int = 0
+    until: float = 0.0
+
+    def priority_at(self, now: float) -> int:
+        """Return how late it leaves: 0 unless it is kept."""
+        return self.priority if now < self.until else 0
+
+    def is_prefix_of(self, known: Tokens) -> bool:
+        """Whether a prompt that has its whole blocks begins with it."""
+        return self.tail == listed(known[self.length - len(self.tail) : self.length])
+
+
+def listed(tokens: Tokens) -> list[int]:
+    """Return tokens as a list."""
+    return tokens if isinstance(tokens, list) else tokens.tolist()
+
+
+def first(sequences: Iterable[CachedSequence], now: float) -> CachedSequence | None:
+    """Return the first one that is not kept; else the first of the lowest priority."""
+    best: CachedSequence | None = None
+    for one in sequences:
+        if not one.priority_at(now):
+            return one
+        if best is None or one.priority < best.priority:
+            best = one
+    return best
+
+
+def oldest(
+    order: dict[str, OrderedDict[int, CachedSequence]], now: float, but: CachedSequence | None = None
+) -> CachedSequence:
+    """Return the sequence that leaves first, of those of the lowest priority: its type is not rarer than the next one.
+
+    `order` has those of each type, in the order of use. Time `inf`: nothing is kept.
+    """
+    orders = list(order.values())
+    firsts = [first((one for one in each.values() if one is not but), now) for each in orders]
+    lowest = min(one.priority_at(now) for one in firsts if one)
+    found = [one if one and one.priority_at(now) == lowest else None for one in firsts]
+    for one, (own, following) in zip(found, pairwise(orders), strict=False):
+        if one and len(own) >= len(following):
+            return one
+    return next(one for one in reversed(found) if one)
