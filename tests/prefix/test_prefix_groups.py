@@ -53,32 +53,6 @@ def test_second_turn_finds_all_but_the_tail_of_the_first(groups):
     pool.check()
 
 
-def test_cut_tells_where_the_checkpoint_is_and_nothing_lies_behind_it():
-    pool, plan = make(Group.full(), Group.state(8, blocks=20))  # so large that nothing is kept inside of a prompt
-    prompt = list(range(60))
-    pool.close(prefill(pool, plan, prompt, cut=41)[0])
-    assert [pool.prefix.match([*prompt[:n], 999]) for n in (39, 40, 41, 60)] == [0, 40, 40, 40]
-    pool.close(pool.prefix.pin(prompt))
-    assert pool.prefix.stats().checkpoints_used == 0  # a pin is no hit
-    pool.close(pool.open(prompt))
-    assert pool.prefix.stats().checkpoints_used == 1
-
-
-def test_junction_is_kept_for_the_third_visitor():
-    pool, plan = make(Group.full(), Group.state(8, blocks=20))
-    first, second, third = ([*range(40), *range(k, k + 40)] for k in (100, 200, 300))
-    assert prefill(pool, plan, first)[1] == 0
-    assert prefill(pool, plan, second)[1] == 0  # there is no state at the junction yet
-    assert prefill(pool, plan, third)[1] == 40
-
-
-def test_checkpoint_for_which_there_are_no_blocks_is_skipped():
-    pool, plan = make(Group.full(), Group.state(8, blocks=30), num_blocks=33)
-    handle, _ = prefill(pool, plan, list(range(40)))
-    assert pool.num_tokens(handle) == 40
-    assert pool.prefix.match(list(range(41))) == 0
-
-
 @pytest.mark.parametrize("more", [[], [Group.state(4, blocks=1)]])
 def test_checkpoints_beyond_the_room_push_out_the_oldest(more):
     layers = [Group.window(8), Group.full(arena=1, num_blocks=30), *more]
@@ -108,15 +82,6 @@ def test_index_takes_few_bytes_per_block(layers, most):
         sizes = {"num_blocks": 100_000, "block_size": 16, "max_seqs": 64, "prefix_cache": True, "events": events}
         pool, blocks = Pool(**sizes, groups=layers), 100_000 + sum(group.num_blocks or 0 for group in layers or ())
         assert pool.prefix.nbytes / blocks <= most + 32 * events
-
-
-def test_kv_without_a_checkpoint_leaves_before_kv_with_one():
-    pool, plan = make(Group.full(), Group.state(8, blocks=1), num_blocks=40)
-    kept = list(range(40))
-    pool.close(prefill(pool, plan, kept)[0])
-    pool.close(prefill(pool, plan, list(range(100, 140)), cut=0)[0])  # younger, but nobody can use it
-    pool.open(88)  # 22 of the 28 blocks that are left, 10 of which are these
-    assert pool.prefix.match([*kept, 1]) == 24
 
 
 @pytest.mark.parametrize(("options", "error"), [
@@ -182,15 +147,6 @@ def test_checkpoint_larger_than_arena_0_is_refused():
         Pool(20, 4, groups=[Group.state(4, blocks=2**31 - 1)] * 2, prefix_cache=True)
 
 
-def test_state_that_cannot_be_restored_gives_no_hit():
-    pool, plan = make(Group.full(), Group.state(8))
-    prompt = list(range(60))
-    handle, _ = prefill(pool, plan, prompt)
-    assert pool.prefix.wanted([handle]).tolist() == [-1] and plan.groups[1].state_saves.shape == (0, 1)
-    pool.close(handle)
-    assert pool.prefix.match([*prompt, 1]) == 0 and pool.num_tokens(pool.open([*prompt, 1])) == 0
-
-
 def test_blocks_by_id_leave_entries_whole():
     pool, plan = make(Group.full(columns=3), num_blocks=31, reserved_blocks=1)
     handle, _ = prefill(pool, plan, list(range(36)))
@@ -231,67 +187,6 @@ def test_reset_and_shutdown_with_loads_and_saves_pending_leave_nothing():
             assert pool.prefix.match([*prompt, 1]) == 40
 
 
-def loaded(pool, tokens):
-    """A row of tokens that were loaded and committed; a step has still to load its states."""
-    row = pool.open(tokens, load=True)
-    pool.loaded(row, len(tokens))
-    pool.prefix.commit(row, tokens)
-    return row
-
-
-def window_stays(pool, *rows, pending=()):
-    """Hits find the checkpoint of the first row, with the entries that this row has; at the end nothing is used."""
-    pool.check()
-    hit = pool.open([7, 7, 7, 7, 8])
-    assert pool.num_tokens(hit) == 4 and pool.table(hit, 0)[0] == pool.table(rows[0], 0)[0]
-    for plan in pending:
-        pool.done(plan)
-    pool.close([*rows, hit])
-    pool.check()
-    assert pool.stats().used == 0
-
-
-@EITHER
-def test_window_of_a_checkpoint_to_be_loaded_stays_when_another_row_with_it_closes(kinds):
-    """Both rows were loaded, and neither has run: the second one's entries took the place of the first one's."""
-    pool, plan = make(Group.window(24, keep=8), Group.state(6, blocks=3), kinds=kinds)
-    first, second = loaded(pool, [7] * 4), pool.open([7] * 16, load=True)
-    pool.step(plan, [first], [0])
-    pool.loaded(second, 16)
-    pool.prefix.commit(second, [7] * 16)
-    pool.close(second)
-    pool.done(plan)
-    window_stays(pool, first)
-
-
-@EITHER
-def test_window_of_a_checkpoint_that_a_pending_step_loads_stays_when_another_row_with_it_was_closed(kinds):
-    """The second row was closed while an older step was pending, which ends first: its entries may leave then."""
-    pool, older = make(Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
-    newer, bystander = kinds[1](pool, 3, 48), pool.open()
-    first, second = loaded(pool, [7] * 4), pool.open([7] * 16, load=True)
-    pool.loaded(second, 16)
-    pool.step(older, [bystander], [0])
-    pool.prefix.commit(second, [7] * 16)
-    pool.close(second)
-    pool.step(newer, [first, bystander], [1, 0])
-    pool.done(older)
-    window_stays(pool, first, bystander, pending=[newer])
-
-
-@EITHER
-def test_window_of_a_checkpoint_to_be_loaded_stays_where_tokens_left_the_row(kinds):
-    """The row has no place in the tree any more, and its states are still to be loaded."""
-    pool, _ = make(Group.full(), Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
-    first = loaded(pool, [7] * 16)
-    pool.evict_blocks(first, [0, 2])
-    pool.close(loaded(pool, [7] * 4))
-    pool.check()
-    pool.close(first)
-    pool.check()
-    assert pool.stats().used == 0
-
-
 def test_events_name_group_kind_and_window():
     pool, plan = make(Group.full(block_size=8), Group.window(5), Group.state(8, blocks=2), events=1000)
     pool.close(prefill(pool, plan, [*range(16)], cut=8, namespace=b"a")[0])
@@ -306,39 +201,6 @@ def test_events_name_group_kind_and_window():
     assert by_group[1][2] == by_group[2][2] is not None
     pool.prefix.flush()
     assert {event[1:] for event in pool.prefix.events()[:-1]} == {(event[1], event[6]) for event in events}
-
-
-@EITHER
-def test_third_checkpoint_before_a_commit_is_skipped(kinds):
-    pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
-    prompt, places = list(range(80)), []
-    row = pool.open(prompt)
-    while (place := int(pool.prefix.wanted([row])[0])) > 0:
-        pool.step(plan, [row], place - pool.num_tokens(row))
-        pool.done(plan)
-        places.append(place)
-    pool.prefix.commit(row, prompt[:64])
-    assert places == [16, 32, 64] and pool.prefix.stats().checkpoints_skipped == 1
-    assert [pool.prefix.match([*prompt[:place], 99]) for place in places] == [16, 32, 32]
-    pool.check()
-
-
-@EITHER
-def test_checkpoint_for_which_none_may_leave_is_skipped(kinds):
-    layers = [Group.window(4), Group.full(arena=1, num_blocks=4), Group.state(8, blocks=1)]
-    pool, plan = make(*layers, kinds=kinds, max_seqs=3)  # 7 nodes and so 2 checkpoints
-    prompts = [[k] * 5 for k in range(3)]
-    for prompt in prompts[:2]:
-        pool.close(prefill(pool, plan, prompt[:4], cut=4)[0])
-    rows = [pool.open(prompt, reserve=False) for prompt in prompts[:2]]
-    assert [pool.num_tokens(row) for row in rows] == [4, 4]  # whose states are not loaded yet
-    third = prefill(pool, plan, prompts[2][:4], cut=4)[0]
-    assert [pool.prefix.match(prompt) for prompt in prompts] == [4, 4, 0]
-    assert pool.prefix.stats().checkpoints_skipped == 1
-    pool.close([*rows, third])
-    pool.close(prefill(pool, plan, prompts[2][:4], cut=4)[0])
-    assert [pool.prefix.match(prompt) for prompt in prompts] == [0, 4, 4]
-    pool.check()
 
 
 def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from prefixes import cache, compute
+from prefixes import compute
 
 from kvpool.namespaces import namespace
 
@@ -45,52 +45,6 @@ def test_same_namespace_hits_its_own_blocks_and_every_other_misses(make_any, mak
         assert pool.table(pool.open(MORE, space), 0).ravel()[0] == blocks[name]
     assert pool.prefix.stats().namespaces == pool.prefix.stats().nodes == len(SPACES)
     assert pool.prefix.stats().duplicates == 0
-
-
-def test_one_namespace_depends_on_another_only_through_capacity(make_pool, make_plan):
-    # The same requests of one tenant, alone and beside another tenant with the same prompts, where blocks abound.
-    def run(noise):
-        pool, seen = make_pool(64, prefix_cache=True, events=64), []
-        for length in (5, 9, 3, 12, 12, 9):
-            prompt = list(range(length))
-            seen.append((pool.prefix.match(prompt, b"a"), len(cache(make_plan, pool, prompt, b"a"))))
-            if noise:
-                cache(make_plan, pool, list(range(length + 2)), b"b")
-        events = [e for e in pool.prefix.events() if e[0] != "stored" or e[-1] == b"a"]
-        return seen, [tuple(map(str, e)) for e in events]
-
-    assert run(noise=True) == run(noise=False)
-
-
-def test_namespace_is_known_as_long_as_it_has_a_sequence_or_a_node(make_any, make_plan):
-    pool = make_any(24, 4, max_seqs=4)
-    known = lambda: pool.prefix.stats().namespaces  # noqa: E731
-    parent = pool.open(PROMPT, b"a")
-    other = pool.open(1, b"b")
-    assert known() == 2
-    child = int(pool.fork(parent)[0])
-    pool.close(parent)
-    assert known() == 2
-    pool.close(child)
-    assert known() == 1
-    pool.prefix.flush(b"b")
-    assert known() == 0  # though its sequence goes on
-    pool.close(other)
-    cache(make_plan, pool, PROMPT, b"a")
-    assert known() == 1
-    pool.blocks.evict(24)
-    assert known() == 0
-    cache(make_plan, pool, PROMPT, b"a")
-    assert pool.prefix.match(MORE, b"a") == 4  # it is known again
-    taken = pool.open(4 * 23, b"c")  # every block there is
-    assert known() == 1
-    pool.close(taken)
-    assert known() == 0
-    row = pool.open(PROMPT, b"a")
-    compute(make_plan, pool, row, len(PROMPT))
-    pool.compact(row, 2)
-    assert known() == 0  # a sequence that lost tokens keeps no namespace
-    pool.close(row)
 
 
 def test_open_with_a_salt_of_its_own_costs_the_same_whatever_is_cached(core):
