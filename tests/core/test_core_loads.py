@@ -85,25 +85,6 @@ def test_load_with_options_that_make_no_sense_is_refused(pool, options):
     assert pool.fingerprint() == before
 
 
-def test_part_of_a_load_counts_and_hits_are_shared_where_all_groups_are_full():
-    with full_pool() as pool:
-        handle = pool.open(PROMPT, load=True)
-        assert pool.loaded(handle, 10)
-        pool.prefix.commit(handle, PROMPT[:10])
-        assert pool.prefix.match(PROMPT) == 8
-        plan = Plan(pool, 1, 16)
-        pool.step(plan, [handle], 11)
-        assert plan.slot_mapping[0] == pool.table(handle)[2] * 4 + 2
-        other = pool.open(PROMPT, load=True)
-        assert pool.num_tokens(other) == pool.prefix.committed(other) == 8
-        assert pool.table(other)[:2].tolist() == pool.table(handle)[:2].tolist()
-        assert pool.loaded(other, 16)
-        with pytest.raises(ValueError, match=r"16 tokens from position 8 on .* which has 8 committed"):
-            pool.prefix.commit(other, PROMPT[:16])
-        pool.prefix.commit(other, PROMPT[8:16])
-        assert pool.prefix.match(PROMPT) == 16
-
-
 def test_length_that_no_hit_has_is_refused_where_hits_need_checkpoints():
     with group_pool() as pool:
         handle = pool.open(PROMPT[:20], load=True)

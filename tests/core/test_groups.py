@@ -116,21 +116,6 @@ def test_blocks_are_taken_group_by_group_and_entries_replaced_as_a_whole(make):
     assert entries(pool, pool.open(2), 1) == [9]  # the stack is as before: 7 8, 9
 
 
-def test_short_arena_is_named_with_what_all_rows_need(make):
-    pool, plan, _ = make(32, 2, Group.full(), Group.full(arena=1, num_blocks=5), Group.state(2))
-    first, second = pool.open(), pool.open()
-    with pytest.raises(OutOfBlocks) as short:
-        pool.step(plan, [first, second], [6, 4])
-    error = short.value
-    assert (error.arena, error.row, error.handle) == (1, 1, second)
-    assert (error.needed, error.short_by, error.blank) == (5, 1, 4)
-    assert not pool.can([first, second], [6, 4]) and pool.can([first, second], [4, 4])
-    pool.step(plan, [first, second], [6, 4], partial=True)
-    assert plan.served.tolist() == [1, 0] and plan.num_tokens == 6
-    assert plan.groups[2].state_dst.tolist() == [0, -1]
-    assert entries(pool, second, 0) == []
-
-
 # ---- state ------------------------------------------------------------------------------------------------
 
 

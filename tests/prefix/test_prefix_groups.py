@@ -112,33 +112,6 @@ def test_cut_in_a_pool_without_groups_changes_nothing():
     assert [pool.prefix.wanted([h]).tolist() for pool, h in zip(pools, handles, strict=True)] == [[-1], [-1]]
 
 
-@pytest.mark.parametrize("leave", ["compact", "blocks"])
-def test_row_that_lost_tokens_ends_its_index_and_what_it_committed_stays(leave):
-    pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=1))
-    prompt = list(range(60))
-    handle, _ = prefill(pool, plan, prompt)
-    found = pool.prefix.match([*prompt, 1])
-    assert found > 0
-    if leave == "blocks":
-        pool.evict_blocks(handle, [1, 2])
-    else:
-        with pytest.raises(ValueError, match="unshare"):
-            pool.compact(handle, 20)  # what is committed is not rewritten
-        pool.unshare(plan, [handle], 20)
-        pool.done(plan)
-        pool.compact(handle, 20)
-    assert pool.prefix.committed(handle) == 0 and pool.prefix.wanted([handle]).tolist() == [-1]
-    pool.step(plan, [handle], 4)
-    pool.done(plan)
-    with pytest.raises(ValueError, match="commits no more"):
-        pool.prefix.commit(handle, [1])
-    assert pool.prefix.match([*prompt, 1]) == found
-    other = pool.open([*prompt, 1])
-    assert pool.num_tokens(other) == pool.kv_len(other) == found
-    pool.close([handle, other])
-    pool.check()
-
-
 def test_checkpoint_larger_than_arena_0_is_refused():
     with pytest.raises(ValueError, match="a checkpoint has 20 blocks, arena 0 has 19"):
         Pool(20, 4, groups=[Group.full(), Group.state(4, blocks=20)], prefix_cache=True, reserved_blocks=1)

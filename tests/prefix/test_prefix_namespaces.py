@@ -6,43 +6,21 @@ import time
 
 import numpy as np
 import pytest
-from prefixes import compute
-
-from kvpool.namespaces import namespace
+from prefixes import cache
 
 PROMPT, MORE = [1, 2, 3, 4], [1, 2, 3, 4, 5]
-
-SPACES = {
-    "nothing": namespace(),
-    "salt": namespace(salt="a"),
-    "salt as bytes": namespace(salt=b"a"),
-    "another salt": namespace(salt="b"),
-    "empty salt": namespace(salt=""),
-    "lora": namespace(lora="a"),
-    "salt and lora": namespace(salt="a", lora="b"),
-    "swapped": namespace(salt="b", lora="a"),
-    "joined": namespace(salt="ab"),
-    "image": namespace(multimodal=[(0, b"x")]),
-    "image elsewhere": namespace(multimodal=[(1, b"x")]),
-    "another image": namespace(multimodal=[(0, b"y")]),
-    "model": namespace(model="a"),
-    "dtype": namespace(dtype="a"),
-    **{repr(raw): raw for raw in (b"\0", b"\0\0", b"a", b"a\0", b"\0a", b"a" * 1000, b"a" * 1001, bytes(range(256)))},
-}
+#: That `kvpool.namespace` makes other bytes of other tenants is in tests/core/test_namespace.py.
+SPACES = b"", b"\0", b"\0\0", b"a", b"a\0", b"\0a", b"a" * 1000, b"a" * 1001, bytes(range(256))
 
 
 def test_same_namespace_hits_its_own_blocks_and_every_other_misses(make_any, make_plan):
     pool, blocks = make_any(64), {}
-    for name, space in SPACES.items():
+    for space in SPACES:
         assert pool.prefix.match(MORE, space) == 0
-        handle = pool.open(PROMPT, space)
-        compute(make_plan, pool, handle, 4)
-        pool.prefix.commit(handle, PROMPT)
-        blocks[name] = pool.table(handle, 0).ravel()[0]
-        pool.close(handle)
+        (blocks[space],) = cache(make_plan, pool, PROMPT, space)
     assert len(set(blocks.values())) == len(SPACES)
-    for name, space in SPACES.items():
-        assert pool.table(pool.open(MORE, space), 0).ravel()[0] == blocks[name]
+    for space in SPACES:
+        assert pool.table(pool.open(MORE, space), 0).ravel()[0] == blocks[space]
     assert pool.prefix.stats().namespaces == pool.prefix.stats().nodes == len(SPACES)
     assert pool.prefix.stats().duplicates == 0
 
