@@ -129,21 +129,3 @@ def test_rollback_is_refused_while_a_descendant_forked_since_is_open(flight, ref
         pool.rollback(plan)
     pool.done(plan)
     assert pool.num_tokens(child) == 5
-
-
-@pytest.mark.parametrize("num_new", [0, 1, 3, [1]])
-def test_row_of_a_pending_plan_is_refused_with_any_number_of_new_tokens(flight, grow, refused, num_new):
-    pool, (plan,) = flight(1)
-    row, other = pool.open(), pool.open()
-    grow(pool, row, 2)
-    pool.step(plan, [row], num_new)
-    for rows in (row, [other, row]):
-        with refused(pool, PlanStateError, "truncate", plans=[plan]):
-            pool.truncate(rows, 0)
-    child = int(pool.fork(row)[0])
-    with refused(pool, PlanStateError, "rollback", plans=[plan]):
-        pool.rollback(plan)
-    pool.close(child)
-    pool.rollback(plan)
-    assert pool.num_tokens(row) == 2
-    pool.truncate(row, 0)

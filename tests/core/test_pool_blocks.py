@@ -154,6 +154,14 @@ def test_evict_returns_how_many_it_cleared_and_drain_gives_them_once(make_any, n
     assert pool.blocks.drain_evicted().tolist() == []
 
 
+def test_alloc_of_one_block_takes_the_oldest_cached_one_once_none_is_blank(make_any, refused):
+    pool = make_any(4)
+    cached(pool, [2, 1])
+    assert [pool.blocks.alloc() for _ in range(3)] == [3, 2, 1]
+    with refused(pool, OutOfBlocks, "alloc"):
+        pool.blocks.alloc()
+
+
 def test_stats_of_one_block_in_every_place_count_each_once(make_pool, make_plan, grow):
     """A fork writes, one sequence is closed in flight, two blocks are cached: each block is counted once."""
     pool = make_pool(16, 4)

@@ -17,6 +17,11 @@ def test_open_returns_an_int_of_tag_generation_and_slot(make_any):
     assert 1 <= handles[0] >> 52 <= 2047
 
 
+def test_fork_of_no_child_is_legal(make_any):
+    pool = make_any()
+    assert pool.fork(pool.open(4), 0).tolist() == [] and pool.stats().sequences == 1
+
+
 def test_table_returns_a_copy(make_any):
     pool = make_any()
     handle = pool.open(8)

@@ -64,6 +64,8 @@ def test_commit_of_bad_handles_is_refused(pool, core, make_plan, refused):
     pool.close(closed)
     with refused(pool, StaleHandle, "commit", closed):
         pool.prefix.commit([handle, closed], [])
+    with refused(pool, StaleHandle, "committed", closed):
+        pool.prefix.committed(closed)
     with refused(pool, ValueError, "commit"):
         pool.prefix.commit([handle, handle], [])
     other = core.Pool(4, 4)

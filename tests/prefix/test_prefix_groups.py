@@ -160,6 +160,67 @@ def test_reset_and_shutdown_with_loads_and_saves_pending_leave_nothing():
             assert pool.prefix.match([*prompt, 1]) == 40
 
 
+def loaded(pool, tokens):
+    """A row of tokens that were loaded and committed; a step has still to load its states."""
+    row = pool.open(tokens, load=True)
+    pool.loaded(row, len(tokens))
+    pool.prefix.commit(row, tokens)
+    return row
+
+
+def window_stays(pool, *rows, pending=()):
+    """Hits find the checkpoint of the first row, with the entries that this row has; at the end nothing is used."""
+    pool.check()
+    hit = pool.open([7, 7, 7, 7, 8])
+    assert pool.num_tokens(hit) == 4 and pool.table(hit, 0)[0] == pool.table(rows[0], 0)[0]
+    for plan in pending:
+        pool.done(plan)
+    pool.close([*rows, hit])
+    pool.check()
+    assert pool.stats().used == 0
+
+
+@EITHER
+def test_window_of_a_checkpoint_to_be_loaded_stays_when_another_row_with_it_closes(kinds):
+    """Both rows were loaded, and neither has run: the second one's entries took the place of the first one's."""
+    pool, plan = make(Group.window(24, keep=8), Group.state(6, blocks=3), kinds=kinds)
+    first, second = loaded(pool, [7] * 4), pool.open([7] * 16, load=True)
+    pool.step(plan, [first], [0])
+    pool.loaded(second, 16)
+    pool.prefix.commit(second, [7] * 16)
+    pool.close(second)
+    pool.done(plan)
+    window_stays(pool, first)
+
+
+@EITHER
+def test_window_of_a_checkpoint_that_a_pending_step_loads_stays_when_another_row_with_it_was_closed(kinds):
+    """The second row was closed while an older step was pending, which ends first: its entries may leave then."""
+    pool, older = make(Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
+    newer, bystander = kinds[1](pool, 3, 48), pool.open()
+    first, second = loaded(pool, [7] * 4), pool.open([7] * 16, load=True)
+    pool.loaded(second, 16)
+    pool.step(older, [bystander], [0])
+    pool.prefix.commit(second, [7] * 16)
+    pool.close(second)
+    pool.step(newer, [first, bystander], [1, 0])
+    pool.done(older)
+    window_stays(pool, first, bystander, pending=[newer])
+
+
+@EITHER
+def test_window_of_a_checkpoint_to_be_loaded_stays_where_tokens_left_the_row(kinds):
+    """The row has no place in the tree any more, and its states are still to be loaded."""
+    pool, _ = make(Group.full(), Group.window(25, keep=8), Group.state(6, blocks=2), kinds=kinds)
+    first = loaded(pool, [7] * 16)
+    pool.evict_blocks(first, [0, 2])
+    pool.close(loaded(pool, [7] * 4))
+    pool.check()
+    pool.close(first)
+    pool.check()
+    assert pool.stats().used == 0
+
+
 def test_events_name_group_kind_and_window():
     pool, plan = make(Group.full(block_size=8), Group.window(5), Group.state(8, blocks=2), events=1000)
     pool.close(prefill(pool, plan, [*range(16)], cut=8, namespace=b"a")[0])
@@ -174,6 +235,24 @@ def test_events_name_group_kind_and_window():
     assert by_group[1][2] == by_group[2][2] is not None
     pool.prefix.flush()
     assert {event[1:] for event in pool.prefix.events()[:-1]} == {(event[1], event[6]) for event in events}
+
+
+@EITHER
+def test_checkpoint_for_which_none_may_leave_is_skipped(kinds):
+    layers = [Group.window(4), Group.full(arena=1, num_blocks=4), Group.state(8, blocks=1)]
+    pool, plan = make(*layers, kinds=kinds, max_seqs=3)  # 7 nodes and so 2 checkpoints
+    prompts = [[k] * 5 for k in range(3)]
+    for prompt in prompts[:2]:
+        pool.close(prefill(pool, plan, prompt[:4], cut=4)[0])
+    rows = [pool.open(prompt, reserve=False) for prompt in prompts[:2]]
+    assert [pool.num_tokens(row) for row in rows] == [4, 4]  # whose states are not loaded yet
+    third = prefill(pool, plan, prompts[2][:4], cut=4)[0]
+    assert [pool.prefix.match(prompt) for prompt in prompts] == [4, 4, 0]
+    assert pool.prefix.stats().checkpoints_skipped == 1
+    pool.close([*rows, third])
+    pool.close(prefill(pool, plan, prompts[2][:4], cut=4)[0])
+    assert [pool.prefix.match(prompt) for prompt in prompts] == [0, 4, 4]
+    pool.check()
 
 
 def test_rows_that_compute_one_prompt_at_a_time_make_its_checkpoints_once():
