@@ -187,6 +187,15 @@ def test_empty_batch_is_legal(make_any, make_plan, call):
             pool.done(plan)
 
 
+def test_row_twice_in_a_step_of_decodes_is_refused(make_any, make_plan, refused):
+    pool = make_any()
+    plan, handles = make_plan(pool), [pool.open() for _ in range(3)]
+    pool.step(plan, handles, 1)
+    pool.done(plan)
+    with refused(pool, ValueError, "step", handles[0], plans=[plan]):
+        pool.step(plan, np.array([*handles, handles[0]]), 1)
+
+
 def after(call, pool, plan, handle_of):
     """What a call does to a sequence of six tokens beside another one."""
     pool.open(4)

@@ -158,8 +158,11 @@ def test_alloc_of_one_block_takes_the_oldest_cached_one_once_none_is_blank(make_
     pool = make_any(4)
     cached(pool, [2, 1])
     assert [pool.blocks.alloc() for _ in range(3)] == [3, 2, 1]
-    with refused(pool, OutOfBlocks, "alloc"):
-        pool.blocks.alloc()
+    indexed = make_any(2, prefix_cache=True)
+    indexed.blocks.alloc()
+    for full in (pool, indexed):
+        with refused(full, OutOfBlocks, "alloc"):
+            full.blocks.alloc()
 
 
 def test_stats_of_one_block_in_every_place_count_each_once(make_pool, make_plan, grow):

@@ -52,6 +52,22 @@ def test_cached_entries_of_several_blocks_move_as_a_whole():
     pool.check()
 
 
+def test_states_of_a_checkpoint_move_with_its_blocks():
+    pool = Pool(40, BLOCK, groups=[Group.full(), Group.state(6, blocks=2)], prefix_cache=True, max_seqs=2)
+    plan, below = Plan(pool, max_rows=1, max_tokens=8), pool.blocks.alloc(20)
+    row = pool.open([1] * 9, b"", 8)
+    pool.step(plan, [row], 8)
+    pool.done(plan)
+    pool.prefix.commit([row], [1] * 8)
+    pool.close([row])
+    pool.blocks.free(below)
+    row = pool.open([1] * 9)
+    saved = pool.prefix.bundle(row, 1).tolist()
+    moved = dict(pool.resize(12).tolist())
+    assert len(saved) == 2 and pool.prefix.bundle(row, 1).tolist() == [moved[block] for block in saved]
+    pool.check()
+
+
 def test_smaller_pool_keeps_the_blocks_by_id_that_were_cached_last_in_their_order():
     pool = Pool(12, BLOCK)
     ids = pool.blocks.alloc(11)
