@@ -121,7 +121,7 @@ SLOW = (
 
 #: What `make test` gives to ``-m``.
 MAKE_TEST = "not long and not slow"
-#: Names of tests that plant a fault and pass when it is found; those of the catalogue say so by their subject.
+#: Names of tests that plant a fault and pass when it is found.
 PLANTED = re.compile(
     r"planted_(fault|bug|copy)|_canary_|_fault_(in|is)_|each_fault_of|broken_\w*is_convicted|corrupting_pool"
 )
@@ -129,8 +129,7 @@ PLANTED = re.compile(
 
 def plants(item):
     """Whether a test brings a fault of its own: then it says little of another one."""
-    subject = item.callspec.params.get("subject") if hasattr(item, "callspec") else None
-    return getattr(subject, "is_faulty", False) or PLANTED.search(item.originalname) is not None
+    return PLANTED.search(item.originalname) is not None
 
 
 def _name(path):

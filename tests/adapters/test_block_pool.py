@@ -329,17 +329,6 @@ def test_block_pool_keys_that_become_equal_are_convicted_by_check():
         pool.check()
 
 
-@pytest.mark.parametrize("key", [[], {}])
-def test_block_pool_key_that_cannot_be_hashed_changes_nothing(key):
-    pool = BlockPool(4)
-    ids = pool.get(3)
-    before = pool._pool.fingerprint()
-    with pytest.raises(TypeError):
-        pool.cache(ids, ["a", key, "c"])
-    assert pool._pool.fingerprint() == before and pool.num_cached == 0 and pool.lookup("a") == []
-    pool.check()
-
-
 @pytest.mark.parametrize("stranger", [-1, 4, 99, 1 << 40])
 def test_block_pool_ids_that_are_no_block_are_refused_by_every_call(stranger):
     pool = BlockPool(4)

@@ -89,24 +89,6 @@ def test_uncache_in_place_of_held_blocks_and_of_those_in_limbo_makes_them_blank(
     assert order(pool) == [2, 1, 5, 3]
 
 
-def test_touch_of_blank_blocks_takes_them_from_where_they_stand(make_pool, refused):
-    pool = make_pool(10)
-    cached(pool, [1, 2, 3])
-    pool.blocks.uncache([2], keep_place=True)
-    allocs = pool.stats().allocs
-    with refused(pool, ValueError, "touch", 7):
-        pool.blocks.touch([7, 1])
-    with refused(pool, ValueError, "touch", 2):
-        pool.blocks.touch([1, 2])
-    pool.blocks.touch([8, 0, 3, 2, 5], blank=True)
-    assert order(pool) == [4, 6, 7, 9, 1] and pool.stats().allocs == allocs + 3  # 8, 2 and 5; 3 was cached
-    pool.blocks.touch([4, 8, 9], blank=True)
-    assert pool.blocks.refcounts([*range(10)]).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 2, 1]
-    assert order(pool) == [6, 7, 1] and pool.stats().peak_used == 6
-    pool.blocks.release([4, 8, 9, 3, 2, 5])
-    assert order(pool) == [4, 9, 2, 5, 6, 7, 1, 3]
-
-
 def test_touch_of_blank_blocks_takes_none_that_a_pending_step_may_write(make_pool, make_plan, refused):
     pool = make_pool(6)
     plan = make_plan(pool)

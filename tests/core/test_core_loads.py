@@ -26,26 +26,6 @@ def pool(request):
         made.check()
 
 
-def test_loaded_tokens_are_hits_once_they_are_committed_and_no_query(pool):
-    handles = [pool.open(PROMPT[:20], load=True) for _ in range(2)]
-    for handle in handles:
-        assert pool.prefix.match(PROMPT) in (0, 20)
-        assert pool.loaded(handle, 20) and pool.num_tokens(handle) == 20
-        pool.prefix.commit(handle, PROMPT[:20])
-    assert pool.prefix.match(PROMPT) == 20 and pool.prefix.stats().queries == 0
-    pool.close(handles)
-    assert pool.num_tokens(pool.open(PROMPT)) == 20
-
-
-def test_load_and_open_have_other_digests(groups):
-    digests = []
-    for load in (False, True):
-        with Pool(64, 4, groups=groups, prefix_cache=True, max_seqs=4, seed=1) as pool:
-            pool.open(PROMPT[:20], load=load)
-            digests.append(pool.digest())
-    assert digests[0] != digests[1]
-
-
 CALLS = {
     "step": lambda pool, plan, h: pool.step(plan, [h], 1),
     "reserve": lambda pool, plan, h: pool.reserve(plan, [h], 1),
@@ -67,25 +47,6 @@ def test_call_on_a_loading_sequence_is_refused_and_changes_nothing(pool, call):
     with pytest.raises(PlanStateError, match="being loaded"):
         CALLS[call](pool, plan, handle)
     assert (pool.fingerprint(), pool.digest()) == before
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_close_of_a_loading_sequence_keeps_its_blocks_until_loaded(pool, deferred):
-    before = pool.stats().used
-    handle = pool.open(PROMPT[:20], load=True)
-    mine, held = set(pool.table(handle, 0).ravel().tolist()) - {0}, pool.stats().used
-    (pool.defer_close if deferred else pool.close)(handle)
-    assert not pool.is_open(handle) and pool.stats().used == held > before
-    for call in (pool.close, pool.num_tokens, pool.table):
-        with pytest.raises(StaleHandle):
-            call(handle)
-    taken = pool.blocks.alloc(pool.stats().blank)
-    assert not mine & set(taken.tolist())
-    pool.blocks.free(taken)
-    assert pool.loaded(handle, 20) is False
-    assert pool.stats().used == before
-    with pytest.raises(StaleHandle):
-        pool.loaded(handle, 20)
 
 
 def test_loaded_that_fits_no_load_is_refused(pool):
@@ -113,25 +74,6 @@ def test_load_with_options_that_make_no_sense_is_refused(pool, options):
     with pytest.raises((TypeError, ValueError), match="load"):
         pool.open(PROMPT[:20], **options)
     assert pool.fingerprint() == before
-
-
-def test_part_of_a_load_counts_and_hits_are_shared_where_all_groups_are_full():
-    with full_pool() as pool:
-        handle = pool.open(PROMPT, load=True)
-        assert pool.loaded(handle, 10)
-        pool.prefix.commit(handle, PROMPT[:10])
-        assert pool.prefix.match(PROMPT) == 8
-        plan = Plan(pool, 1, 16)
-        pool.step(plan, [handle], 11)
-        assert plan.slot_mapping[0] == pool.table(handle)[2] * 4 + 2
-        other = pool.open(PROMPT, load=True)
-        assert pool.num_tokens(other) == pool.prefix.committed(other) == 8
-        assert pool.table(other)[:2].tolist() == pool.table(handle)[:2].tolist()
-        assert pool.loaded(other, 16)
-        with pytest.raises(ValueError, match=r"16 tokens from position 8 on .* which has 8 committed"):
-            pool.prefix.commit(other, PROMPT[:16])
-        pool.prefix.commit(other, PROMPT[8:16])
-        assert pool.prefix.match(PROMPT) == 16
 
 
 def test_length_that_no_hit_has_is_refused_where_hits_need_checkpoints():
@@ -200,17 +142,6 @@ def test_bundle_is_that_of_a_hit_until_a_step_has_loaded_it_and_of_a_state_group
         assert plan.groups[2].state_loads[0, 1:].tolist() == bundle
         pool.done(plan)
         assert pool.prefix.bundle(row, 2).tolist() == []
-
-
-def test_load_takes_only_what_a_hit_needs_and_its_first_step_reads_the_states():
-    with group_pool() as pool:
-        plan, handle = Plan(pool, 2, 8), pool.open(list(range(40)), load=True)
-        window, bundle = pool.table(handle, 1).ravel(), pool.prefix.bundle(handle, 2)
-        assert (window > 0).tolist() == [True, *[False] * 7, True, True] and len(bundle) == 3
-        pool.loaded(handle, 40)
-        pool.step(plan, [handle], 1)
-        slot, *blocks = plan.groups[2].state_loads[0].tolist()
-        assert blocks == bundle.tolist() and slot == plan.groups[2].state_src[0]
 
 
 @pytest.mark.parametrize("groups", [[Group.full()], [Group.full(), Group.full(block_size=8)]], ids=["one", "two"])

@@ -1,28 +1,8 @@
 """Same calls, same blocks, same digest; another call, another digest. `tests/verify` compares processes and builds."""
 
-import numpy as np
 import pytest
 
 from kvpool import Group, Plan, Pool
-
-
-def test_equal_calls_on_two_pools_give_equal_ids_digests_and_fingerprints(make_any, make_plan, grow):
-    ends = []
-    for _ in range(3):  # whose tags differ
-        pool = make_any(48, seed=5)
-        plan, handle, told = make_plan(pool), pool.open(3), []
-        grow(pool, handle, 9)
-        pool.step(plan, [handle, *pool.fork(handle, 2)], [1, 2, 7])
-        told.append(pool.digest())
-        pool.rollback(plan)
-        pool.blocks.mark_cached(pool.blocks.alloc(3))
-        pool.close(handle)
-        told += [pool.digest(), pool.fingerprint(), pool.stats(), pool.blocks.free_order().tolist()]
-        ends.append((handle, told))
-    assert len({handle for handle, _ in ends}) == 3 and ends[0][1] == ends[1][1] == ends[2][1]
-    pool.close(pool.open())
-    assert pool.digest() != ends[0][1][1]
-
 
 ONE_MORE_CALL = {
     "nothing": lambda pool, h, plan: None,
@@ -130,19 +110,6 @@ def test_digest_sees_the_arena_of_a_call():
         pool.blocks.arena(arena).alloc(2)
         digests.add(pool.digest())
     assert len(digests) == 3
-
-
-def test_kind_of_a_batch_does_not_count(make_pool, make_plan):
-    states = set()
-    for kind, counts in ((list, [5, 1, 2, 9]), (tuple, [5, 1, 2, 9]), (np.array, [5, 1, 2, 9])):
-        pool = make_pool()
-        plan, handles = make_plan(pool), [pool.open() for _ in range(4)]
-        pool.step(plan, kind(handles[::-1]), kind(counts))
-        assert [pool.table(h).tolist() for h in handles] == [[5, 6, 7], [4], [3], [1, 2]]  # the order of the batch
-        pool.done(plan)
-        pool.step(plan, handles, {list: 1, tuple: [1] * 4, np.array: np.ones(4, np.int32)}[kind])
-        states.add((pool.digest(), pool.fingerprint()))
-    assert len(states) == 1
 
 
 def test_fingerprint_sees_which_step_a_released_block_waits_for():

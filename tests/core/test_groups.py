@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvpool import Group, Plan, Pool
-from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError
+from kvpool.errors import CapacityExceeded, OutOfBlocks
 from kvpool.testing import ModelPlan, ModelPool
 
 FORMATS = ("block_tables", "seq_lens", "slot_mapping", "positions")
@@ -68,83 +68,7 @@ def test_open_takes_group_by_group(make, asked):
     assert pool.num_tokens(seq) == pool.capacity(pool.open(list(range(100)), reserve=False)) == 0
 
 
-def test_close_releases_group_by_group_from_the_last_entry(make):
-    pool, _, _ = make(16, 2, Group.full(), Group.window(8, columns=2))
-    pool.close(pool.open(4))  # group 0 has 1 2; group 1 has 3 4, 5 6: released are 2 1, 6 5 4 3
-    seq = pool.open(4)
-    assert entries(pool, seq, 0) == [3, 4]
-    assert pool.table(seq, 1).tolist() == [[5, 6], [1, 2]]
-
-
-def test_fork_shares_what_is_written_and_no_holes(make):
-    pool, plan, _ = make(32, 2, Group.full(), Group.window(2), Group.state(8))
-    seq = pool.open(20)
-    grow(pool, plan, [seq], 5)
-    (child,) = pool.fork(seq)
-    assert entries(pool, seq, 1)[:3] == [0, 0, 13]  # 11 and 12 were let go
-    assert entries(pool, child, 0) == [1, 2, 3] and entries(pool, child, 1) == [0, 0, 13]
-    assert pool.table(child, 2).tolist() == pool.table(seq, 2).tolist() == [0]
-    assert pool.stats().shared == 4 and pool.stats(1).shared == 1
-
-
 # ---- letting go -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hole", [0, -1], ids=["reserved block", "none"])
-def test_window_lets_go_when_the_step_passes(make, hole):
-    pool, plan, other = make(16 + hole, 2, Group.window(4), reserved_blocks=1 + hole)
-    seq = pool.open()
-    pool.step(plan, [seq], 5)
-    assert entries(pool, seq) == [hole + k for k in (1, 2, 3)]
-    assert plan.groups[0].kv_starts.tolist() == [0]
-    pool.done(plan)  # p = 5: entries that end at 5 - 4 + 1 = 2
-    assert entries(pool, seq) == [hole, hole + 2, hole + 3]
-    pool.step(other, [seq], 2)
-    assert entries(pool, seq) == [hole, hole + 2, hole + 3, hole + 1]
-    assert other.groups[0].kv_starts.tolist() == [2]
-    assert other.groups[0].slot_mapping.tolist() == [[2 * hole + 7, 2 * hole + 2]]
-    pool.done(other)  # p = 7: entries that end at 4
-    assert entries(pool, seq) == [hole, hole, hole + 3, hole + 1]
-
-
-@pytest.mark.parametrize(
-    ("keep", "left"), [(0, [0, 0, 0, 4, 2]), (1, [1, 0, 0, 4, 2]), (2, [1, 0, 0, 4, 2]), (3, [1, 2, 0, 4, 5])]
-)
-def test_window_keeps_whole_blocks(make, keep, left):
-    pool, plan, _ = make(16, 2, Group.window(4, keep=keep))
-    seq = pool.open()
-    grow(pool, plan, [seq], 4)  # p = 4: entries that end at 1
-    assert entries(pool, seq) == [1, 2]
-    grow(pool, plan, [seq], 4)  # p = 8: entries that end at 5 are 0 and 1
-    grow(pool, plan, [seq], 1)  # takes the block that was released last; p = 9: entry 2 ends at 6
-    assert entries(pool, seq) == left
-    pool.step(plan, [seq], 1)
-    assert plan.groups[0].kv_starts.tolist() == [6]
-    pool.done(plan)
-
-
-@pytest.mark.parametrize(("length", "left"), [(3, [1, 2]), (4, [0, 0]), (5, [0, 0, 3]), (7, [0, 0, 3, 4])])
-def test_chunk_lets_go_of_the_chunks_before(make, length, left):
-    pool, plan, _ = make(16, 2, Group.chunk(4))
-    seq = pool.open()
-    grow(pool, plan, [seq], length)
-    assert entries(pool, seq) == left
-    if length > 4:
-        refused(pool, lambda: pool.truncate(seq, 3), match="4")
-        pool.truncate(seq, 4)
-        assert entries(pool, seq) == [0, 0]
-
-
-def test_lookahead_keeps_what_a_shorter_sequence_reads(make):
-    pool, plan, _ = make(16, 2, Group.window(4), lookahead=2)
-    seq = pool.open()
-    grow(pool, plan, [seq], 5)
-    assert entries(pool, seq) == [1, 2, 3]  # p = 3
-    grow(pool, plan, [seq], 2)
-    assert entries(pool, seq) == [0, 2, 3, 4]  # p = 5
-    refused(pool, lambda: pool.truncate(seq, 4), match="5")
-    pool.truncate(seq, 5)
-    assert entries(pool, seq) == [0, 2, 3]
 
 
 def test_truncate_refuses_what_a_group_let_go_and_names_the_first_of_them():
@@ -167,17 +91,6 @@ def test_truncate_to_kept_tokens_is_accepted_and_to_those_behind_them_refused(ma
     assert (entries(pool, handle, 0), entries(pool, handle, 1)) == ([1, 2, 3, 4], [5, 0, 0, 8])
     pool.truncate(handle, 3)
     assert (entries(pool, handle, 0), entries(pool, handle, 1)) == ([1], [5])
-
-
-def test_in_order_lets_go_at_once_and_the_plan_shows_what_was_read(make):
-    pool, plan, _ = make(16, 2, Group.window(2), in_order=True)
-    seq = pool.open()
-    pool.step(plan, [seq], 4)
-    assert plan.groups[0].block_tables[0, :2, 0].tolist() == [1, 2] and plan.groups[0].kv_starts.tolist() == [0]
-    assert entries(pool, seq) == [0, 2]
-    pool.step(plan, [seq], 1)
-    assert plan.groups[0].dirty_rows.tolist() == [0]
-    assert plan.groups[0].block_tables[0, :3, 0].tolist() == [0, 2, 1]
 
 
 # ---- steps ------------------------------------------------------------------------------------------------
@@ -203,66 +116,7 @@ def test_blocks_are_taken_group_by_group_and_entries_replaced_as_a_whole(make):
     assert entries(pool, pool.open(2), 1) == [9]  # the stack is as before: 7 8, 9
 
 
-def test_short_arena_is_named_with_what_all_rows_need(make):
-    pool, plan, _ = make(32, 2, Group.full(), Group.full(arena=1, num_blocks=5), Group.state(2))
-    first, second = pool.open(), pool.open()
-    with pytest.raises(OutOfBlocks) as short:
-        pool.step(plan, [first, second], [6, 4])
-    error = short.value
-    assert (error.arena, error.row, error.handle) == (1, 1, second)
-    assert (error.needed, error.short_by, error.blank) == (5, 1, 4)
-    assert not pool.can([first, second], [6, 4]) and pool.can([first, second], [4, 4])
-    pool.step(plan, [first, second], [6, 4], partial=True)
-    assert plan.served.tolist() == [1, 0] and plan.num_tokens == 6
-    assert plan.groups[2].state_dst.tolist() == [0, -1]
-    assert entries(pool, second, 0) == []
-
-
-def test_open_names_the_lowest_arena_and_the_watermark_is_of_arena_0(make):
-    pool, _, _ = make(6, 2, Group.full(), Group.full(columns=2, arena=1, num_blocks=7), watermark=1)
-    pool.open(6)  # 3 of 5 and 6 of 6
-    for tokens, found in ((4, (0, 2, 1)), (2, (1, 2, 2))):
-        with pytest.raises(OutOfBlocks) as short:
-            pool.open(tokens)
-        assert (short.value.arena, short.value.needed, short.value.short_by) == found
-
-
 # ---- state ------------------------------------------------------------------------------------------------
-
-
-def test_state_moves_to_a_new_slot_in_every_step(make):
-    pool, plan, other = make(16, 2, Group.full(), Group.state(4))
-    seq = pool.open()
-    pool.reserve(plan, [seq], 3)
-    assert entries(pool, seq) == [1, 2] and pool.table(seq, 1).tolist() == []
-    assert plan.groups[1].state_src.tolist() == plan.groups[1].state_dst.tolist() == [-1]
-    pool.done(plan)
-    pool.step(plan, [seq], 3)
-    assert (plan.groups[1].state_src.tolist(), plan.groups[1].state_dst.tolist()) == ([-1], [0])
-    pool.step(other, [seq], 1)
-    assert (other.groups[1].state_src.tolist(), other.groups[1].state_dst.tolist()) == ([0], [1])
-    pool.done(plan)
-    assert pool.stats(1).used == 2  # the slot that is read is held
-    pool.done(other)
-    assert pool.stats(1).used == 1
-    pool.step(plan, [seq], 1)
-    assert (plan.groups[1].state_src.tolist(), plan.groups[1].state_dst.tolist()) == ([1], [0])
-    pool.rollback(plan)
-    assert pool.table(seq, 1).tolist() == [1] and pool.stats(1).used == 1
-    pool.truncate(seq, 4)
-    for length in (0, 3, 5):
-        refused(pool, partial(pool.truncate, seq, length), match=r"\[truncate\]")
-
-
-def test_in_order_writes_a_state_in_place(make):
-    pool, plan, _ = make(16, 2, Group.full(), Group.state(4), in_order=True)
-    seq = pool.open()
-    pool.step(plan, [seq], 2)
-    pool.step(plan, [seq], 2)
-    assert (plan.groups[1].state_src.tolist(), plan.groups[1].state_dst.tolist()) == ([0], [0])
-    child = int(pool.fork(seq)[0])
-    pool.step(plan, [seq, child], 1)  # slot 0 has one reference then, but the first row reads it
-    assert (plan.groups[1].state_src.tolist(), plan.groups[1].state_dst.tolist()) == ([0, 0], [1, 2])
 
 
 def test_pool_of_states_has_lengths_and_slots_and_is_short_of_slots_only(make):
@@ -294,77 +148,6 @@ def test_pool_of_states_has_lengths_and_slots_and_is_short_of_slots_only(make):
 # ---- tokens leave one group -------------------------------------------------------------------------------
 
 
-def test_compact_takes_tokens_out_of_one_group_only(make):
-    pool, plan, _ = make(64, 2, Group.window(4), Group.full(columns=2), Group.state(6))
-    seq = pool.open()
-    grow(pool, plan, [seq], 9)
-    window, full = pool.table(seq, 0).tolist(), pool.table(seq, 1).tolist()
-    used = pool.stats().used
-    pool.compact(seq, 4, group=1)
-    assert pool.num_tokens(seq) == 9 and [pool.kv_len(seq, g) for g in range(3)] == [9, 4, 9]
-    assert pool.table(seq, 1).tolist() == full[:3] and pool.capacity(seq) == 10  # room for 10 less 5 that are gone
-    assert pool.stats().used == used - 4 and pool.stats().evicted_tokens == 5
-    assert pool.table(seq, 0).tolist() == window
-    pool.step(plan, [seq], 1)
-    assert plan.positions.tolist() == [9]
-    assert [plan.groups[g].kv_lens.tolist() for g in (0, 1)] == [[10], [5]]
-    assert plan.groups[1].slot_mapping.tolist() == [[2 * block] for block in full[2]]
-    pool.done(plan)
-
-
-def test_steps_after_an_eviction_take_entries_for_what_is_held(make):
-    pool, plan, _ = make(64, 2, Group.full(block_size=4), Group.window(6))
-    seq = pool.open()
-    grow(pool, plan, [seq], 6)  # 2 entries of 4 and 3 of 2: room for 6
-    pool.compact(seq, 1)
-    assert len(pool.table(seq, 0)) == 1 and pool.capacity(seq) == 6
-    grow(pool, plan, [seq], 3)  # 9 of 10; held are 4
-    assert len(pool.table(seq, 0)) == 2 and pool.capacity(seq) == 10
-    refused(pool, lambda: pool.truncate(seq, 5), match="6")  # the length when tokens left
-    (child,) = pool.fork(seq)
-    refused(pool, lambda: pool.truncate(int(child), 5), match="6")
-    grow(pool, plan, [seq], 4)
-    assert pool.kv_len(seq) == 8 and len(pool.table(seq, 0)) == 3
-    assert (pool.num_tokens(seq), pool.capacity(seq), len(pool.table(seq, 1))) == (13, 14, 7)
-
-
-def test_evicted_blocks_leave_and_later_ones_move_up(make):
-    pool, plan, _ = make(64, 2, Group.full(columns=2), Group.window(2))
-    seq = pool.open()
-    grow(pool, plan, [seq], 9)
-    entries = pool.table(seq, 0).tolist()
-    pool.evict_blocks(seq, [0, 2])
-    assert pool.table(seq, 0).tolist() == [entries[1], *entries[3:]] and pool.kv_len(seq) == 5
-    pool.step(plan, [seq], 1)
-    assert plan.groups[0].block_tables[0, :3].tolist() == [entries[1], *entries[3:]]
-    pool.done(plan)
-    refused(pool, lambda: pool.evict_blocks(seq, [3]))  # six tokens are three full entries
-    refused(pool, lambda: pool.evict_blocks(seq, [1, 1]))
-
-
-def test_unshare_copies_the_entries_of_one_group(make):
-    pool, plan, other = make(64, 2, Group.full(columns=3), Group.window(4))
-    seq = pool.open()
-    grow(pool, plan, [seq], 11)
-    (child,) = map(int, pool.fork(seq))
-    entries, window = pool.table(seq, 0).tolist(), pool.table(seq, 1).tolist()
-    refused(pool, lambda: pool.compact(seq, 9), match="unshare")
-    before = pool.fingerprint()
-    pool.unshare(other, [seq], 9, first=2)
-    fresh = pool.table(seq, 0).tolist()
-    copies = other.groups[0].copies.tolist()
-    assert copies == [[a, b, 2] for i in range(1, 5) for a, b in zip(entries[i], fresh[i], strict=True)]
-    assert len(copies) > 4 * 3 - 1 and not len(other.groups[1].copies)
-    assert pool.table(child, 0).tolist() == entries and pool.table(seq, 1).tolist() == window
-    refused(pool, lambda: pool.compact(seq, 9, first=2), error=PlanStateError)
-    pool.rollback(other)
-    assert pool.table(seq, 0).tolist() == entries and pool.fingerprint() != before  # epochs moved
-    pool.unshare(other, [seq], 9, first=2)
-    pool.done(other)
-    pool.compact(seq, 9, first=2)
-    assert pool.kv_len(seq) == 9 and pool.kv_len(child) == 11
-
-
 def test_unshare_finds_room_for_more_copies_than_a_step_makes(make):
     pool, plan, _ = make(256, 2, Group.window(4), Group.full(columns=2))
     seq = pool.open()
@@ -391,22 +174,6 @@ def test_plan_of_several_groups_names_them(make):
     with pytest.raises(ValueError, match=r"\[table\] the pool has 2 layer groups"):
         pool.table(pool.open())
     assert len(plan.groups) == 2
-
-
-def test_kv_starts_without_block_tables_follow_the_rows():
-    pool = Pool(64, 4, groups=[Group.window(6), Group.full()])
-    plan, growing = (Plan(pool, 4, 64, formats=formats) for formats in (("seq_lens",), FORMATS))
-    long, short = pool.open(), pool.open()
-    grow(pool, growing, [long, short], [17, 2])
-    for rows, starts in (([long, short], [12, 0]), ([short, long], [0, 12]), ([long], [12]), ([long, short], [12, 0])):
-        pool.step(plan, rows, 0, pad_to=(3, 0))
-        assert plan.groups[0].kv_starts.tolist() == [*starts, *[0] * (3 - len(starts))]
-        assert plan.groups[1].kv_starts.tolist() == [0, 0, 0]
-        assert plan.groups[0].dirty_rows.tolist() == []
-        pool.done(plan)
-    grow(pool, growing, [long], 4)  # 21 tokens: entries up to 16 leave
-    pool.step(plan, [long], 1)
-    assert plan.groups[0].kv_starts.tolist() == [16]
 
 
 def test_plan_refuses_more_blocks_in_a_row_than_an_index_counts():

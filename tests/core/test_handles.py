@@ -35,24 +35,6 @@ def test_marks_of_calls_that_were_counted_to_the_end_are_forgotten(make_any):
         pool.check()
 
 
-def test_slots_are_reused_oldest_freed_first(make_any):
-    pool = make_any(max_seqs=4)
-    a, b, c = pool.open(), pool.open(), pool.open()
-    pool.close(b)
-    pool.close(a)  # the queue of free slots is 3, 1, 0
-    assert [slot(pool.open()) for _ in range(3)] == [3, 1, 0]
-    assert pool.is_open(c)
-
-
-def test_close_moves_the_slot_to_its_next_generation(make_any):
-    pool, handles = make_any(max_seqs=1), []
-    for _ in range(5):
-        handles.append(pool.open())
-        pool.close(handles[-1])
-    assert [generation(h) - generation(handles[0]) for h in handles] == [0, 1, 2, 3, 4]
-    assert not any(pool.is_open(h) for h in handles)
-
-
 def test_slot_with_its_last_generation_retires_and_stays_so_after_reset(make_any, refused):
     pool = make_any(max_seqs=2)
     set_generation(pool, 0, LAST_GENERATION - 1)
@@ -205,6 +187,15 @@ def test_empty_batch_is_legal(make_any, make_plan, call):
             pool.done(plan)
 
 
+def test_row_twice_in_a_step_of_decodes_is_refused(make_any, make_plan, refused):
+    pool = make_any()
+    plan, handles = make_plan(pool), [pool.open() for _ in range(3)]
+    pool.step(plan, handles, 1)
+    pool.done(plan)
+    with refused(pool, ValueError, "step", handles[0], plans=[plan]):
+        pool.step(plan, np.array([*handles, handles[0]]), 1)
+
+
 def after(call, pool, plan, handle_of):
     """What a call does to a sequence of six tokens beside another one."""
     pool.open(4)
@@ -223,15 +214,6 @@ def test_one_handle_is_a_batch_of_one(make_pool, make_plan, call):
         pool = make_pool(prefix_cache=True)
         found.append(after(call, pool, make_plan(pool), handle_of))
     assert found[1:] == found[:1] * 4
-
-
-def test_batch_after_a_refused_duplicate_is_not_confused(make_any):
-    pool = make_any()
-    a, b = pool.open(4), pool.open(4)
-    with pytest.raises(ValueError):
-        pool.close([a, b, b])
-    pool.truncate([a, b], 0)  # marks left by the refused batch would make these duplicates
-    pool.close([b, a])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The model, pinned to numbers worked out by hand: the judge of the core is judged here, and beside the core.
 
-`test_machine` and `tests/verify` hold the core and the model to the same results, so that what the contract tests say
-of one is true of the other.
+`tests/verify` holds the core and the model to the same results, so that what the contract tests say of one is true of
+the other.
 """
 
 import copy

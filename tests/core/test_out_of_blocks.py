@@ -9,11 +9,6 @@ from kvpool.errors import OutOfBlocks
 LARGEST = 8 if os.environ.get("KVPOOL_CORE") == "model" else 64  # the model takes minutes for more
 
 
-def leave(pool, blanks):
-    """Raw-allocate until exactly this many blank blocks are left."""
-    pool.blocks.alloc(pool.stats().blank - blanks)
-
-
 class Scene:
     """A pool whose blocks can be taken away, and a call that needs `need` of them."""
 
@@ -137,76 +132,3 @@ def test_prompt_whose_hits_can_be_evicted_does_not_count_them_as_free(core):
             scene.pool.blocks.alloc(scene.pool.stats().blank - free)
             scene.call, scene.arguments = scene.pool.open, (tokens,)
             scene.refuse(free)
-
-
-def test_error_counts_limbo_apart(make_pool, make_plan, refused):
-    pool = make_pool(8, 4)
-    row, old = pool.open(), pool.open(12)
-    first, second = make_plan(pool), make_plan(pool)
-    pool.step(first, [row], 4)
-    pool.close(old)
-    leave(pool, 1)
-    with refused(pool, OutOfBlocks, "step", plans=[second]) as caught:
-        pool.step(second, [row], 12)
-    assert (caught.value.needed, caught.value.short_by, caught.value.blank, caught.value.limbo) == (3, 2, 1, 3)
-    pool.done(first)
-    pool.step(second, [row], 12)
-
-
-# --- partial ----------------------------------------------------------------------------------------------
-
-
-def test_partial_skips_the_row_that_does_not_fit_and_tries_the_next(make_pool, make_plan):
-    pool = make_pool(5, 4)  # four blocks
-    a, b, c, d = (pool.open() for _ in range(4))
-    plan = make_plan(
-        pool, formats=("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens"), table_width=3
-    )
-    pool.step(plan, [a, b, c, d], [5, 12, 3, 4], partial=True)  # needs 2, 3, 1, 1
-    assert plan.served.tolist() == [1, 0, 1, 1]
-    assert plan.seq_lens.tolist() == [5, 0, 3, 4]
-    assert plan.cu_q_lens.tolist() == [0, 5, 5, 8, 12]
-    assert (len(plan.handles), plan.num_tokens) == (4, 12)
-    assert plan.block_tables.tolist() == [[1, 2, 0], [0, 0, 0], [3, 0, 0], [4, 0, 0]]
-    assert plan.slot_mapping.tolist() == [4, 5, 6, 7, 8, 12, 13, 14, 16, 17, 18, 19]
-    assert plan.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
-    assert [pool.num_tokens(h) for h in (a, b, c, d)] == [5, 0, 3, 4]
-
-
-@pytest.mark.parametrize("free", range(8))
-def test_partial_serves_greedily_in_the_order_given(make_pool, make_plan, free):
-    needs = [3, 1, 2, 1]
-    pool = make_pool(16, 4)
-    handles = [pool.open() for _ in needs]
-    leave(pool, free)
-    plan = make_plan(pool)
-    pool.step(plan, handles, [4 * n for n in needs], partial=True)
-    served, left = [], free
-    for need in needs:
-        served.append(int(need <= left))
-        left -= need * served[-1]
-    assert plan.served.tolist() == served
-    assert pool.stats().blank == left
-
-
-# --- watermark --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "need, watermark, fits",
-    [(5, 3, True), (6, 3, False), (8, 0, True), (9, 0, False), (1, 7, True), (1, 8, False), (0, 8, True)],
-)
-def test_watermark_holds_back_open_and_nothing_else(make_pool, make_plan, need, watermark, fits):
-    pool = make_pool(9, 4, watermark=watermark, max_blocks_per_seq=16)
-    ids = pool.blocks.alloc(4)  # half of the blocks are cached, and count
-    pool.blocks.mark_cached(ids)
-    pool.blocks.free(ids)
-    if not fits:
-        with pytest.raises(OutOfBlocks) as caught:
-            pool.open(4 * need)
-        assert (caught.value.needed, caught.value.short_by) == (need, need + watermark - 8)
-        return
-    handle = pool.open(4 * need)
-    assert len(pool.table(handle)) == need
-    pool.step(make_plan(pool), [handle], 28)
-    assert len(pool.blocks.alloc(pool.stats().free)) == 8 - max(need, 7)

@@ -1,7 +1,8 @@
 """Threads on one pool: an array that is written while a call reads it, readers, and callers that wait.
 
 Short by default; ``KVPOOL_LONG=1`` runs a hundred times as many rounds. Nothing here goes by the clock: a call is
-accepted as a whole or refused without a trace, and everybody gets what he asked for.
+accepted as a whole or refused without a trace. What calls of several threads give, each caller's own account says
+(`tests/verify/slow/test_threads_at_once.py`).
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.verify._hooks import release_lock, take_lock
 
 from kvpool import Group, Plan, Pool
-from kvpool.errors import ConcurrentUse, KVPoolError, OutOfBlocks
+from kvpool.errors import ConcurrentUse, KVPoolError
 from kvpool.testing import ModelPlan, ModelPool
 
 LONG = 100 if os.environ.get("KVPOOL_LONG") else 1
@@ -259,35 +259,6 @@ def test_reader_is_never_refused_and_never_in_the_way():
     assert not plan.is_pending
 
 
-def test_callers_that_wait_get_blocks_of_their_own():
-    """Four threads take, write and give back: no block has two owners, and none is lost."""
-    pool = Pool(400, 4, seed=1)
-    owner = np.zeros(400, np.int64)
-    rounds = [0] * 4
-
-    def take(me: int) -> Callable[[], None]:
-        def turn() -> None:
-            try:
-                ids = pool.blocks.alloc(3)
-            except OutOfBlocks:
-                raise AssertionError("a call that waits is not a call that fails") from None
-            assert not owner[ids].any(), "a block has two owners"
-            owner[ids] = me
-            assert (owner[ids] == me).all()
-            owner[ids] = 0
-            pool.blocks.free(ids)
-            rounds[me - 1] += 1
-
-        return turn
-
-    with running(*map(take, range(1, 5))) as raised:
-        while min(rounds) < 200 * LONG and not raised:
-            time.sleep(0.001)
-    assert not raised, raised
-    pool.check()
-    assert pool.stats().used == 0 and pool.blocks.num_blank == 399
-
-
 def test_caller_waits_for_the_lock_and_is_refused_by_its_own_thread():
     pool = Pool(16, 4)
     assert take_lock(pool)
@@ -303,76 +274,6 @@ def test_caller_waits_for_the_lock_and_is_refused_by_its_own_thread():
     finally:
         assert take_lock(pool)
         release_lock(pool)
-
-
-class Visitor:
-    """A thread that opens prompts in a pool with groups, computes what is not cached, and looks at what is."""
-
-    ended: ClassVar[threading.Event]  # set when a thread has failed, so that others do not wait for it
-
-    def __init__(self, pool: Any, plan: Any, holds: dict[Any, Any], number: int) -> None:
-        self.pool, self.plan, self.holds, self.rng = pool, plan, holds, random.Random(number)
-        self.hits = 0
-
-    def __call__(self) -> None:
-        """One prompt. After a failure, wake the threads that wait."""
-        try:
-            self.visit()
-        except BaseException:
-            self.ended.set()
-            raise
-
-    def visit(self) -> None:
-        """One prompt, from open to close; a flush now and then."""
-        space = (b"", b"other")[self.rng.randrange(2)]
-        prompt = [self.rng.randrange(2), *range(self.rng.randrange(12, 40))]
-        try:
-            handle = self.pool.open(prompt, space, reserve=False)
-        except OutOfBlocks:
-            return
-        self.hits += self.pool.num_tokens(handle) > 0
-        for index, (block,) in enumerate(self.pool.table(handle, 0).tolist()):
-            assert self.holds[block] == (space, prompt[: 4 * index + 4]), f"block {block} has something else"
-        with contextlib.suppress(OutOfBlocks):
-            while self.pool.num_tokens(handle) < len(prompt):
-                self.compute(handle, prompt, space)
-        self.pool.close(handle)
-        if self.rng.random() < 0.02:
-            self.pool.prefix.flush(space)
-
-    def compute(self, handle: int, prompt: list[int], space: bytes) -> None:
-        """A chunk that ends where the pool wants it: copy, load, compute and save as the plan says."""
-        old, (place,) = self.pool.num_tokens(handle), self.pool.prefix.wanted([handle]).tolist()
-        end = place if place > 0 else len(prompt)
-        self.pool.step(self.plan, [handle], end - old)
-        table, states = self.plan.groups[0].block_tables[0, :, 0].tolist(), self.plan.groups[1]
-        for slot, block in states.state_loads.tolist():
-            self.holds["slot", slot] = self.holds["state", block]
-        src, dst = int(states.state_src[0]), int(states.state_dst[0])
-        assert not old or self.holds["slot", src] == (space, prompt[:old]), "somebody else's state"
-        self.holds["slot", dst] = space, prompt[:end]
-        self.holds.update({table[i]: (space, prompt[: 4 * i + 4]) for i in range(old // 4, end // 4)})
-        self.holds.update({("state", block): self.holds["slot", slot] for slot, block in states.state_saves.tolist()})
-        self.pool.done(self.plan)
-        while self.plan.is_pending and not self.ended.is_set():  # as is an older step of another thread
-            time.sleep(0)
-        self.pool.prefix.commit(handle, prompt[old:end])
-        self.pool.stats()
-
-
-def test_threads_share_the_prefix_cache_of_a_pool_with_groups():
-    """Four threads open, step, commit, close and flush. Each hit has what some thread computed for that prompt."""
-    pool = Pool(60, 4, groups=[Group.full(), Group.state(20, blocks=1)], prefix_cache=True, max_seqs=8, seed=1)
-    holds: dict[Any, Any] = {}
-    Visitor.ended = threading.Event()
-    visitors = [Visitor(pool, Plan(pool, 1, 64), holds, number) for number in range(4)]
-    with running(*visitors) as raised:
-        while min(visitor.hits for visitor in visitors) < 100 * LONG and not raised:
-            time.sleep(0.001)
-            pool.check()
-    assert not raised, raised
-    pool.prefix.flush()
-    assert pool.stats().sequences == 0 and pool.blocks.num_blank == 59 and pool.stats(1).used == 0
 
 
 def test_thread_that_waits_for_a_pool_blocks_no_other_thread():

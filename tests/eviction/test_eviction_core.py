@@ -1,7 +1,6 @@
 """Sequences that lose tokens and go on, where numbers are large or tables are full.
 
-Random programs hold `compact`, `unshare` and `evict_blocks` to the plain model (tests/verify/test_twin.py,
-tests/core/test_groups_agree.py); tests/core/test_groups_eviction.py has examples.
+Random programs hold `compact`, `unshare` and `evict_blocks` to the plain model (tests/verify/test_twin.py).
 """
 
 import pytest

@@ -42,4 +42,3 @@ def test_threadgroup_memory_of_every_shape_stays_below_the_limit(head_dim):
             batch = batch_of({"group": group, "queries": 32} | dims_of(head_dim) | planes)
             tiles = batch.planned[0][2]
             assert threadgroup_nbytes(tiles, batch.spec) <= 32 * 1024 and tiles.simdgroups(batch.spec) <= 32
-

@@ -1,6 +1,5 @@
 """The lint: what Apple's compiler refuses and g++ takes. Address spaces need clang, the rest does not."""
 
-
 import pytest
 from msl.lint import clang, lint
 

@@ -25,49 +25,6 @@ def pool(make_any):
     return make_any()
 
 
-def test_commit_of_a_pending_step_is_refused_until_it_and_those_before_it_are_done(pool, make_plan, refused):
-    other, handle = pool.open(), pool.open(A + B)
-    older, newer = make_plan(pool), make_plan(pool)
-    pool.step(older, [other], 1)
-    pool.step(newer, [handle], 8)
-    for end in (newer, older):
-        with refused(pool, ValueError, "commit", plans=[older, newer]):
-            pool.prefix.commit(handle, A + B)
-        assert pool.prefix.match(A + B + C) == pool.num_tokens(pool.open(A + B, reserve=False)) == 0
-        pool.done(end)  # that of the newer one is noted
-    assert pool.prefix.match(A + B + C) == 0  # computed, but nobody said what it is
-    pool.prefix.commit(handle, A + B)
-    assert pool.prefix.match(A + B + C) == 8
-
-
-def test_commit_of_a_fork_in_the_middle_of_a_step_is_refused(pool, make_plan, refused):
-    # Otherwise: commit, close, roll back, and garbage is found.
-    parent, plan = serve(make_plan, pool, A), make_plan(pool)
-    pool.step(plan, [parent], 4)
-    child = int(pool.fork(parent)[0])
-    grandchild = int(pool.fork(child)[0])
-    for fork in (child, grandchild):
-        with refused(pool, ValueError, "commit"):
-            pool.prefix.commit(fork, B)
-    pool.close([child, grandchild])
-    pool.rollback(plan)
-    assert pool.prefix.match(A + B + C) == 4
-
-
-def test_commit_in_pieces_is_commit_at_once(make_any, make_plan):
-    at_once, pieces = make_any(), make_any()
-    for pool, sizes in ((at_once, [12]), (pieces, [1, 2, 0, 4, 5])):
-        handle = pool.open(12)
-        compute(make_plan, pool, handle, 12)
-        tokens = A + B + C
-        for size in sizes:
-            pool.prefix.commit(handle, tokens[:size])
-            del tokens[:size]
-    for prompt in (A + B + C + A, A + B + A, A + A):
-        assert at_once.prefix.match(prompt) == pieces.prefix.match(prompt) > 0
-    assert at_once.prefix.stats() == pieces.prefix.stats()
-
-
 def test_commit_of_a_batch_by_counts_or_equal_parts(pool, make_plan):
     handles = [pool.open() for _ in range(3)]
     for handle in handles:
@@ -107,6 +64,8 @@ def test_commit_of_bad_handles_is_refused(pool, core, make_plan, refused):
     pool.close(closed)
     with refused(pool, StaleHandle, "commit", closed):
         pool.prefix.commit([handle, closed], [])
+    with refused(pool, StaleHandle, "committed", closed):
+        pool.prefix.committed(closed)
     with refused(pool, ValueError, "commit"):
         pool.prefix.commit([handle, handle], [])
     other = core.Pool(4, 4)
@@ -144,65 +103,6 @@ def test_namespace_that_is_no_bytes_is_refused(pool, refused, call):
     for given in ([A, None], [4, "tenant"]):
         with refused(pool, TypeError, "open"):
             pool.open(*given)
-
-
-def test_commit_that_contradicts_a_shared_block_is_refused(pool, make_plan, refused):
-    parent = pool.open()
-    compute(make_plan, pool, parent, 8)
-    child = int(pool.fork(parent)[0])
-    pool.prefix.commit(parent, A + B)
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(child, A + C)
-    pool.prefix.commit(child, A + B[:2])
-    with refused(pool, ValueError, "commit"):
-        pool.prefix.commit(child, C[:2])
-    pool.prefix.commit(child, B[:2])
-    assert pool.prefix.stats().nodes == 2
-
-
-def test_truncate_below_the_committed_length_lowers_it(pool, make_plan):
-    handle = serve(make_plan, pool, A + B)
-    pool.truncate(handle, 6)
-    assert pool.prefix.match(A + B + C) == 8  # what was known stays known
-    compute(make_plan, pool, handle, 2)
-    assert pool.table(handle, 0).ravel().tolist() == [1, 3]  # never in place
-    pool.prefix.commit(handle, C[:2])
-    assert pool.prefix.match(A + B[:2] + C[:2] + A) == 8
-    pool.truncate(handle, 0)
-    compute(make_plan, pool, handle, 4)
-    pool.prefix.commit(handle, C)
-    assert pool.prefix.match(C + A) == 4
-
-
-def test_fork_has_the_committed_length_of_its_parent(pool, make_plan):
-    parent = pool.open()
-    compute(make_plan, pool, parent, 6)
-    pool.prefix.commit(parent, A + B[:1])
-    child = int(pool.fork(parent)[0])
-    for handle, tokens in ((parent, B[:3]), (child, C[:3])):
-        compute(make_plan, pool, handle, 2)
-        pool.prefix.commit(handle, tokens)
-    assert pool.prefix.match(A + B + C) == pool.prefix.match(A + B[:1] + C[:3] + A) == 8
-
-
-def test_committed_tells_where_the_next_commit_goes_on(pool, make_plan):
-    """Of a new sequence, one that found something, and after whatever changes it."""
-    first = pool.open()
-    compute(make_plan, pool, first, 12)
-    second = int(pool.fork(first)[0])
-    assert pool.prefix.committed(first) == 0
-    pool.prefix.commit(first, A + B[:2])
-    assert pool.prefix.committed(first) == 6 and pool.prefix.committed(second) == 0
-    assert pool.prefix.committed(int(pool.fork(first)[0])) == 6
-    assert pool.prefix.committed(pool.open(A + B)) == 4
-    pool.truncate(first, 5)
-    pool.prefix.commit(first, [])
-    assert pool.prefix.committed(first) == 5
-    pool.evict_blocks(first, [0])
-    assert pool.prefix.committed(first) == 0
-    pool.close(first)
-    with pytest.raises(StaleHandle, match=r"\[committed\]"):
-        pool.prefix.committed(first)
 
 
 def test_digest_sees_the_tokens_of_a_commit_and_the_namespace_of_a_flush(make_any, make_plan):

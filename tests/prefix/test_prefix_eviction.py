@@ -1,67 +1,15 @@
-"""Which cached block leaves first, what a request may take, and what a pin holds."""
+"""What a request may take, what a pin holds, who takes the place of a block that leaves, and what a flush forgets.
+
+What leaves first, the fuzzer judges and the plain model repeats (`tests/verify`).
+"""
 
 from __future__ import annotations
 
-from prefixes import cache, serve
+from prefixes import cache, compute
 
 from kvpool.errors import CapacityExceeded, OutOfBlocks, OutOfSequences, StaleHandle
 
 A, B, C, D = ([n] * 4 for n in (1, 2, 3, 4))
-
-
-def leaving(pool):
-    """The cached blocks in the order in which they leave. `alloc` takes blank ones only, the last one to become so."""
-    pool.blocks.alloc(pool.blocks.num_blank)
-    found = []
-    while pool.blocks.evict(1):
-        found.append(pool.blocks.alloc())
-    return found
-
-
-def test_eviction_takes_blank_blocks_and_then_the_tail_of_a_prefix_before_its_head(make_any, make_plan):
-    pool = make_any(8)  # blocks 1 .. 7
-    cache(make_plan, pool, A + B + C)
-    assert pool.blocks.alloc(4).tolist() == [4, 5, 6, 7]
-    assert pool.prefix.match(A + B + C + D) == 12 and pool.prefix.stats().evicted == 0
-    for left in (8, 4, 0):
-        assert pool.blocks.evict(1) == 1
-        assert pool.prefix.match(A + B + C + D) == left
-    assert pool.prefix.stats().evicted == 3 * len(pool.options.groups)
-
-
-def test_eviction_takes_the_least_recently_released_prefix_first_and_no_hit_in_use(make_pool, make_plan):
-    pool = make_pool(8, prefix_cache=True)
-    for tokens in (A, B, C):
-        cache(make_plan, pool, tokens)  # blocks 1, 2, 3
-    pool.close(pool.open(A + D))  # a hit: A is the newest now; its second block goes back to the blanks
-    assert pool.stats().evictable == 3
-    held = pool.open(C + D)
-    assert leaving(pool) == [2, 1]
-    assert pool.num_tokens(held) == pool.prefix.match(C + D) == 4
-    assert pool.prefix.match(A + D) == pool.prefix.match(B + D) == 0
-
-
-def test_open_does_not_count_its_own_hits_as_blocks_to_take(make_pool, make_plan, refused):
-    pool = make_pool(5, prefix_cache=True)
-    cache(make_plan, pool, A + B)
-    pool.blocks.free(pool.blocks.alloc(2)[:1])
-    # 1 blank, 2 cached, 1 in use
-    stats = pool.prefix.stats()
-    with refused(pool, OutOfBlocks, "open") as caught:
-        pool.open(A + B + C + D)
-    error = caught.value
-    assert (error.needed, error.short_by, error.blank, error.evictable, error.limbo) == (2, 1, 1, 0, 0)
-    assert pool.prefix.stats() == stats
-    assert pool.table(pool.open(A + B + C)).tolist() == [1, 2, 3]
-
-
-def test_open_may_evict_what_it_did_not_hit(make_pool, make_plan):
-    pool = make_pool(4, prefix_cache=True)
-    cache(make_plan, pool, A)
-    cache(make_plan, pool, B)
-    cache(make_plan, pool, C)
-    # B is held; A and C make room before a block is taken, and lie on the blank stack with C on top.
-    assert pool.table(pool.open(B + C + D)).tolist() == [2, 3, 1]
 
 
 def test_open_refuses_in_order_of_capacity_blocks_and_slots(make_pool, make_plan, refused):
@@ -76,17 +24,6 @@ def test_open_refuses_in_order_of_capacity_blocks_and_slots(make_pool, make_plan
     with refused(pool, OutOfSequences, "open"):
         pool.open(A)
     assert pool.prefix.stats().queries == 0
-
-
-def test_hit_in_limbo_leaves_it_and_needs_no_block(make_pool, make_plan):
-    pool = make_pool(4, prefix_cache=True)
-    handle, other, plan = serve(make_plan, pool, A), pool.open(), make_plan(pool)
-    pool.step(plan, [other], 1)
-    pool.close(handle)
-    assert (pool.stats().blank, pool.stats().limbo) == (1, 1)
-    found = pool.open(A + B)
-    assert pool.table(found).tolist() == [1, 3] and pool.stats().limbo == 0
-    pool.done(plan)
 
 
 def _is_core(pool):
@@ -111,3 +48,53 @@ def test_pin_holds_a_whole_prefix_of_its_namespace_and_is_no_query(make_any, mak
     with refused(pool, StaleHandle, "close" if _is_core(pool) else "unpin", pins[1]):
         pool.prefix.unpin(pins[1])
     assert pool.prefix.stats()[:3] == before[:3] and pool.blocks.evict(16) == 2
+
+
+def test_child_of_a_duplicate_is_found_again_when_the_duplicate_takes_its_parents_place(make_pool, make_plan):
+    pool = make_pool(prefix_cache=True)
+    first, second = pool.open(A), pool.open(A)
+    for handle in (first, second):
+        compute(make_plan, pool, handle, len(A))
+    pool.prefix.commit(first, A)
+    pool.prefix.commit(second, A)
+    compute(make_plan, pool, second, 4)
+    pool.prefix.commit(second, B)
+    other = pool.open(A + B + C)
+    assert pool.table(other).tolist()[:2] == [1, 3]  # found below the canonical block
+    pool.close(other)
+    assert pool.blocks.refcount(1) == 1  # the first sequence: a duplicate holds nothing
+    pool.close(first)
+    assert pool.prefix.match(A + B + C) == 8
+    assert pool.blocks.evict(16) == 1  # the parent; the child is in use
+    assert pool.prefix.match(A + B + C) == 0 and pool.prefix.stats().nodes == 2
+    pool.close(second)  # releases 3, then 2, which takes the place
+    assert pool.stats().evictable == 2
+    pin = pool.prefix.pin(A + B)
+    assert pool.table(pin).tolist() == [2, 3]
+    pool.prefix.unpin(pin)
+    assert pool.blocks.evict(1) == 1
+    assert pool.prefix.match(A + B + C) == 4  # the child went first
+
+
+def test_flush_forgets_one_namespace_or_all_which_then_start_anew(make_any, make_plan):
+    pool = make_any()
+    groups = len(pool.options.groups)
+    for _ in range(2):
+        for namespace in (b"", b"a", b"b"):
+            cache(make_plan, pool, A + B, namespace)
+        assert pool.prefix.flush(b"never seen") == 0
+        assert pool.prefix.flush(b"a") == 2 * groups
+        assert [pool.prefix.match(A + B + C, namespace) for namespace in (b"", b"a", b"b")] == [8, 0, 8]
+        assert pool.prefix.stats().nodes == pool.stats().evictable == 4
+        assert pool.prefix.flush() == 4 * groups
+        assert pool.prefix.stats().nodes == pool.prefix.stats().namespaces == pool.stats().evictable == 0
+    assert pool.prefix.stats().evicted == pool.stats().evictions == 0  # nobody made room
+
+
+def test_flush_tells_the_same_of_a_namespace_whether_others_pushed_it_out_or_not(make_any):
+    for others in (0, 3000):
+        pool = make_any(events=8)
+        for name in (b"mine", *(b"other %d" % i for i in range(others))):
+            pool.close(pool.open(A, name))
+        assert pool.prefix.flush(b"mine") == 0
+        assert pool.prefix.events() == [("cleared", b"mine")]

@@ -53,32 +53,6 @@ def test_second_turn_finds_all_but_the_tail_of_the_first(groups):
     pool.check()
 
 
-def test_cut_tells_where_the_checkpoint_is_and_nothing_lies_behind_it():
-    pool, plan = make(Group.full(), Group.state(8, blocks=20))  # so large that nothing is kept inside of a prompt
-    prompt = list(range(60))
-    pool.close(prefill(pool, plan, prompt, cut=41)[0])
-    assert [pool.prefix.match([*prompt[:n], 999]) for n in (39, 40, 41, 60)] == [0, 40, 40, 40]
-    pool.close(pool.prefix.pin(prompt))
-    assert pool.prefix.stats().checkpoints_used == 0  # a pin is no hit
-    pool.close(pool.open(prompt))
-    assert pool.prefix.stats().checkpoints_used == 1
-
-
-def test_junction_is_kept_for_the_third_visitor():
-    pool, plan = make(Group.full(), Group.state(8, blocks=20))
-    first, second, third = ([*range(40), *range(k, k + 40)] for k in (100, 200, 300))
-    assert prefill(pool, plan, first)[1] == 0
-    assert prefill(pool, plan, second)[1] == 0  # there is no state at the junction yet
-    assert prefill(pool, plan, third)[1] == 40
-
-
-def test_checkpoint_for_which_there_are_no_blocks_is_skipped():
-    pool, plan = make(Group.full(), Group.state(8, blocks=30), num_blocks=33)
-    handle, _ = prefill(pool, plan, list(range(40)))
-    assert pool.num_tokens(handle) == 40
-    assert pool.prefix.match(list(range(41))) == 0
-
-
 @pytest.mark.parametrize("more", [[], [Group.state(4, blocks=1)]])
 def test_checkpoints_beyond_the_room_push_out_the_oldest(more):
     layers = [Group.window(8), Group.full(arena=1, num_blocks=30), *more]
@@ -110,15 +84,6 @@ def test_index_takes_few_bytes_per_block(layers, most):
         assert pool.prefix.nbytes / blocks <= most + 32 * events
 
 
-def test_kv_without_a_checkpoint_leaves_before_kv_with_one():
-    pool, plan = make(Group.full(), Group.state(8, blocks=1), num_blocks=40)
-    kept = list(range(40))
-    pool.close(prefill(pool, plan, kept)[0])
-    pool.close(prefill(pool, plan, list(range(100, 140)), cut=0)[0])  # younger, but nobody can use it
-    pool.open(88)  # 22 of the 28 blocks that are left, 10 of which are these
-    assert pool.prefix.match([*kept, 1]) == 24
-
-
 @pytest.mark.parametrize(("options", "error"), [
     *(({"cut": cut}, ValueError) for cut in (-1, 11, 2**70)),
     *(({"cut": cut}, TypeError) for cut in (True, 3.0, "3")),
@@ -147,48 +112,12 @@ def test_cut_in_a_pool_without_groups_changes_nothing():
     assert [pool.prefix.wanted([h]).tolist() for pool, h in zip(pools, handles, strict=True)] == [[-1], [-1]]
 
 
-@pytest.mark.parametrize("leave", ["compact", "blocks"])
-def test_row_that_lost_tokens_ends_its_index_and_what_it_committed_stays(leave):
-    pool, plan = make(Group.full(), Group.window(8), Group.state(8, blocks=1))
-    prompt = list(range(60))
-    handle, _ = prefill(pool, plan, prompt)
-    found = pool.prefix.match([*prompt, 1])
-    assert found > 0
-    if leave == "blocks":
-        pool.evict_blocks(handle, [1, 2])
-    else:
-        with pytest.raises(ValueError, match="unshare"):
-            pool.compact(handle, 20)  # what is committed is not rewritten
-        pool.unshare(plan, [handle], 20)
-        pool.done(plan)
-        pool.compact(handle, 20)
-    assert pool.prefix.committed(handle) == 0 and pool.prefix.wanted([handle]).tolist() == [-1]
-    pool.step(plan, [handle], 4)
-    pool.done(plan)
-    with pytest.raises(ValueError, match="commits no more"):
-        pool.prefix.commit(handle, [1])
-    assert pool.prefix.match([*prompt, 1]) == found
-    other = pool.open([*prompt, 1])
-    assert pool.num_tokens(other) == pool.kv_len(other) == found
-    pool.close([handle, other])
-    pool.check()
-
-
 def test_checkpoint_larger_than_arena_0_is_refused():
     with pytest.raises(ValueError, match="a checkpoint has 20 blocks, arena 0 has 19"):
         Pool(20, 4, groups=[Group.full(), Group.state(4, blocks=20)], prefix_cache=True, reserved_blocks=1)
     Pool(20, 4, groups=[Group.full(), Group.state(4, blocks=19)], prefix_cache=True, reserved_blocks=1)
     with pytest.raises(ValueError, match="has 4294967294 blocks"):
         Pool(20, 4, groups=[Group.state(4, blocks=2**31 - 1)] * 2, prefix_cache=True)
-
-
-def test_state_that_cannot_be_restored_gives_no_hit():
-    pool, plan = make(Group.full(), Group.state(8))
-    prompt = list(range(60))
-    handle, _ = prefill(pool, plan, prompt)
-    assert pool.prefix.wanted([handle]).tolist() == [-1] and plan.groups[1].state_saves.shape == (0, 1)
-    pool.close(handle)
-    assert pool.prefix.match([*prompt, 1]) == 0 and pool.num_tokens(pool.open([*prompt, 1])) == 0
 
 
 def test_blocks_by_id_leave_entries_whole():
@@ -306,21 +235,6 @@ def test_events_name_group_kind_and_window():
     assert by_group[1][2] == by_group[2][2] is not None
     pool.prefix.flush()
     assert {event[1:] for event in pool.prefix.events()[:-1]} == {(event[1], event[6]) for event in events}
-
-
-@EITHER
-def test_third_checkpoint_before_a_commit_is_skipped(kinds):
-    pool, plan = make(Group.full(), Group.state(8, blocks=1), kinds=kinds)
-    prompt, places = list(range(80)), []
-    row = pool.open(prompt)
-    while (place := int(pool.prefix.wanted([row])[0])) > 0:
-        pool.step(plan, [row], place - pool.num_tokens(row))
-        pool.done(plan)
-        places.append(place)
-    pool.prefix.commit(row, prompt[:64])
-    assert places == [16, 32, 64] and pool.prefix.stats().checkpoints_skipped == 1
-    assert [pool.prefix.match([*prompt[:place], 99]) for place in places] == [16, 32, 32]
-    pool.check()
 
 
 @EITHER

@@ -7,47 +7,11 @@ import time
 
 import numpy as np
 import pytest
-from prefixes import as_arrays, cache, compute, serve
+from prefixes import as_arrays, cache
 
 from kvpool import Group
 
 PROMPT = list(range(100, 112))  # three blocks of four
-
-
-def test_lookup_of_a_known_prompt_shares_its_blocks(make_any, make_plan):
-    pool = make_any()
-    assert pool.prefix.match(PROMPT) == 0
-    first = serve(make_plan, pool, PROMPT)
-    second = pool.open([*PROMPT, 7])
-    assert pool.num_tokens(second) == 12
-    assert pool.table(second, 0).ravel().tolist() == [1, 2, 3, 4]
-    pool.close(first)
-    assert pool.stats().used == 4
-    pool.reset()
-    assert pool.prefix.match([*PROMPT, 7]) == pool.prefix.stats().nodes == 0
-    cache(make_plan, pool, PROMPT)
-    assert pool.prefix.match([*PROMPT, 7]) == 12
-
-
-@pytest.mark.parametrize(
-    ("length", "cached"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (11, 8), (12, 8), (13, 12)]
-)
-def test_lookup_always_leaves_the_last_token_to_compute(make_any, make_plan, length, cached):
-    pool = make_any()
-    cache(make_plan, pool, PROMPT)
-    prompt = [*PROMPT, 7][:length]
-    assert pool.prefix.match(prompt) == cached
-    assert pool.num_tokens(pool.open(prompt)) == cached
-
-
-def test_lookup_ends_at_the_first_different_token_and_before_a_partial_block(make_any, make_plan):
-    pool = make_any()
-    cache(make_plan, pool, [*PROMPT, 7, 7])
-    assert pool.prefix.stats().nodes == 3 and pool.prefix.match([*PROMPT, 7, 7, 7]) == 12
-    for position in range(12):
-        prompt = [*PROMPT, 7]
-        prompt[position] += 1
-        assert pool.prefix.match(prompt) == position // 4 * 4
 
 
 def test_lookup_takes_every_form_of_tokens_and_changes_nothing(make_any, make_plan):
@@ -71,16 +35,6 @@ def test_lookup_takes_every_form_of_tokens_and_changes_nothing(make_any, make_pl
             handle = pool.open(form)
             assert (pool.num_tokens(handle), pool.capacity(handle)) == (found, found and 16)
             pool.close(handle)
-
-
-def test_lookup_finds_tokens_generated_later_and_by_a_sequence_opened_by_count(make_any, make_plan):
-    pool = make_any(32)
-    for namespace, handle in ((b"", pool.open(PROMPT[:2])), (b"tenant", pool.open(0, b"tenant"))):
-        for token in PROMPT:
-            assert pool.prefix.match([*PROMPT, 7], namespace) == pool.num_tokens(handle) // 4 * 4
-            compute(make_plan, pool, handle, 1)
-            pool.prefix.commit(handle, [token])
-        assert pool.prefix.match([*PROMPT, 7], namespace) == 12
 
 
 @pytest.mark.parametrize("more", [[], [Group.full(block_size=8)], [Group.window(4)], [Group.state(4)]])

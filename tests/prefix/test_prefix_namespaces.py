@@ -6,91 +6,24 @@ import time
 
 import numpy as np
 import pytest
-from prefixes import cache, compute
-
-from kvpool.namespaces import namespace
+from prefixes import cache
 
 PROMPT, MORE = [1, 2, 3, 4], [1, 2, 3, 4, 5]
-
-SPACES = {
-    "nothing": namespace(),
-    "salt": namespace(salt="a"),
-    "salt as bytes": namespace(salt=b"a"),
-    "another salt": namespace(salt="b"),
-    "empty salt": namespace(salt=""),
-    "lora": namespace(lora="a"),
-    "salt and lora": namespace(salt="a", lora="b"),
-    "swapped": namespace(salt="b", lora="a"),
-    "joined": namespace(salt="ab"),
-    "image": namespace(multimodal=[(0, b"x")]),
-    "image elsewhere": namespace(multimodal=[(1, b"x")]),
-    "another image": namespace(multimodal=[(0, b"y")]),
-    "model": namespace(model="a"),
-    "dtype": namespace(dtype="a"),
-    **{repr(raw): raw for raw in (b"\0", b"\0\0", b"a", b"a\0", b"\0a", b"a" * 1000, b"a" * 1001, bytes(range(256)))},
-}
+#: That `kvpool.namespace` makes other bytes of other tenants is in tests/core/test_namespace.py.
+SPACES = [b"", b"\0", b"\0\0", b"a", b"a\0", b"\0a", b"a" * 1000, b"a" * 1001, bytes(range(256))]
+SPACES += [b"%d" % number for number in range(16)]  # more than there is room for at first
 
 
 def test_same_namespace_hits_its_own_blocks_and_every_other_misses(make_any, make_plan):
     pool, blocks = make_any(64), {}
-    for name, space in SPACES.items():
+    for space in SPACES:
         assert pool.prefix.match(MORE, space) == 0
-        handle = pool.open(PROMPT, space)
-        compute(make_plan, pool, handle, 4)
-        pool.prefix.commit(handle, PROMPT)
-        blocks[name] = pool.table(handle, 0).ravel()[0]
-        pool.close(handle)
+        (blocks[space],) = cache(make_plan, pool, PROMPT, space)
     assert len(set(blocks.values())) == len(SPACES)
-    for name, space in SPACES.items():
-        assert pool.table(pool.open(MORE, space), 0).ravel()[0] == blocks[name]
+    for space in SPACES:
+        assert pool.table(pool.open(MORE, space), 0).ravel()[0] == blocks[space]
     assert pool.prefix.stats().namespaces == pool.prefix.stats().nodes == len(SPACES)
     assert pool.prefix.stats().duplicates == 0
-
-
-def test_one_namespace_depends_on_another_only_through_capacity(make_pool, make_plan):
-    # The same requests of one tenant, alone and beside another tenant with the same prompts, where blocks abound.
-    def run(noise):
-        pool, seen = make_pool(64, prefix_cache=True, events=64), []
-        for length in (5, 9, 3, 12, 12, 9):
-            prompt = list(range(length))
-            seen.append((pool.prefix.match(prompt, b"a"), len(cache(make_plan, pool, prompt, b"a"))))
-            if noise:
-                cache(make_plan, pool, list(range(length + 2)), b"b")
-        events = [e for e in pool.prefix.events() if e[0] != "stored" or e[-1] == b"a"]
-        return seen, [tuple(map(str, e)) for e in events]
-
-    assert run(noise=True) == run(noise=False)
-
-
-def test_namespace_is_known_as_long_as_it_has_a_sequence_or_a_node(make_any, make_plan):
-    pool = make_any(24, 4, max_seqs=4)
-    known = lambda: pool.prefix.stats().namespaces  # noqa: E731
-    parent = pool.open(PROMPT, b"a")
-    other = pool.open(1, b"b")
-    assert known() == 2
-    child = int(pool.fork(parent)[0])
-    pool.close(parent)
-    assert known() == 2
-    pool.close(child)
-    assert known() == 1
-    pool.prefix.flush(b"b")
-    assert known() == 0  # though its sequence goes on
-    pool.close(other)
-    cache(make_plan, pool, PROMPT, b"a")
-    assert known() == 1
-    pool.blocks.evict(24)
-    assert known() == 0
-    cache(make_plan, pool, PROMPT, b"a")
-    assert pool.prefix.match(MORE, b"a") == 4  # it is known again
-    taken = pool.open(4 * 23, b"c")  # every block there is
-    assert known() == 1
-    pool.close(taken)
-    assert known() == 0
-    row = pool.open(PROMPT, b"a")
-    compute(make_plan, pool, row, len(PROMPT))
-    pool.compact(row, 2)
-    assert known() == 0  # a sequence that lost tokens keeps no namespace
-    pool.close(row)
 
 
 def test_open_with_a_salt_of_its_own_costs_the_same_whatever_is_cached(core):

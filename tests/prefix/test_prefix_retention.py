@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from prefixes import cache, compute
+from prefixes import compute
 
 from kvpool import Group
 from kvpool.retention import Keep
@@ -26,66 +26,6 @@ def keep(make_plan, pool, tokens, directive, namespace=b""):
     compute(make_plan, pool, handle, len(tokens) + 1 - pool.num_tokens(handle))
     pool.prefix.commit(handle, (tokens + LATER)[pool.prefix.committed(handle) :])
     pool.close(handle)
-
-
-def test_kept_prefix_stays_while_others_leave_and_is_the_next_once_its_time_is_over(make_any, make_plan):
-    pool = make_any()
-    keep(make_plan, pool, A, Keep(1, 10))
-    cache(make_plan, pool, B)
-    cache(make_plan, pool, C)
-    assert pool.prefix.stats().kept == 1
-    pool.blocks.evict(1)  # A is the oldest
-    assert found(pool, A, B, C) == [True, False, True]
-    pool.prefix.tick(9)
-    cache(make_plan, pool, D)
-    pool.prefix.tick(10)
-    assert pool.prefix.stats().kept == 0
-    pool.blocks.evict(1)  # it would have left before, but for the directive
-    assert found(pool, A, C, D) == [False, True, True]
-    pool.check()
-
-
-def test_end_of_what_was_not_to_leave_yet_changes_no_order(make_any, make_plan):
-    pool = make_any()
-    cache(make_plan, pool, B)
-    keep(make_plan, pool, A, Keep(7, 1))
-    cache(make_plan, pool, C)
-    pool.prefix.tick(1)
-    pool.blocks.evict(1)
-    assert found(pool, A, B, C) == [True, False, True]
-    pool.blocks.evict(1)
-    assert found(pool, A, B, C) == [False, False, True]
-
-
-def test_kept_blocks_leave_when_nothing_else_is_left_the_lowest_priority_first(make_any, make_plan):
-    pool = make_any(5)
-    for prompt, priority in ((A, 2), (B, 1), (C, 2)):
-        keep(make_plan, pool, prompt, Keep(priority, 10))
-    cache(make_plan, pool, D)
-    assert pool.can(tokens=[8] * 15) and pool.stats().evictable == 4
-    for gone in (D, B, A, C):
-        assert found(pool, gone) == [True]
-        pool.blocks.evict(1)
-        assert found(pool, gone) == [False]
-    assert pool.prefix.stats().kept == 0 == pool.prefix.stats().nodes
-    pool.check()
-
-
-def test_parent_stays_with_its_kept_child_and_keeps_it_when_the_child_is_gone(make_any, make_plan):
-    pool = make_any()
-    cache(make_plan, pool, A)
-    keep(make_plan, pool, A + B + C, Keep(3, 5))
-    cache(make_plan, pool, D)
-    pool.blocks.evict(1)
-    assert found(pool, A + B + C, D) == [True, False]
-    pool.blocks.evict(1)
-    assert found(pool, A + B + C, A + B) == [False, True]
-    cache(make_plan, pool, D)
-    pool.blocks.evict(1)
-    assert found(pool, A + B, D) == [True, False] and pool.prefix.stats().kept == 2
-    pool.prefix.tick(5)
-    assert pool.prefix.stats().kept == 0
-    pool.check()
 
 
 def test_first_tokens_alone_are_kept(make_any, make_plan):
@@ -119,18 +59,6 @@ def test_namespace_keeps_as_many_nodes_as_its_limit_the_first_of_each_prefix(mak
     pool.reset()
     assert pool.prefix.stats().kept == 0
     pool.check()
-
-
-def test_later_directive_prolongs_and_an_earlier_end_shortens_nothing(make_any, make_plan):
-    pool = make_any()
-    keep(make_plan, pool, A, Keep(2, 10))
-    keep(make_plan, pool, A, Keep(1, 5))
-    pool.prefix.tick(9)
-    keep(make_plan, pool, A, Keep(1, 5))
-    pool.prefix.tick(13)
-    assert pool.prefix.stats().kept == 1
-    pool.prefix.tick(14)
-    assert pool.prefix.stats().kept == 0
 
 
 def test_fork_has_the_directive_of_its_parent(make_any, make_plan):

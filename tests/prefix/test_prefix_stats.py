@@ -45,11 +45,3 @@ def test_open_again_finds_and_takes_what_any_open_does(make_any, make_plan):
     for wrong in (1, None, "yes"):
         with pytest.raises(TypeError, match=r"^\[open\] again .* bool"):
             pools[1].open(A, again=wrong)
-
-
-def test_stats_of_a_refused_open_do_not_move(make_any):
-    pool = make_any(4)
-    pool.blocks.alloc(3)
-    with pytest.raises(MemoryError):
-        pool.open(A)
-    assert pool.prefix.stats().queries == 0

@@ -79,14 +79,6 @@ def test_recorded_traces_give_the_golden_numbers(entry):
     check_simulator(entry, *simulator.read_rows(Path(TRACES) / entry["trace"], entry["limit"]))
 
 
-def test_lone_request_that_fills_the_pool_exactly_is_rejected():
-    """It fits when it is admitted, and its first token needs a block more: preempting it would go on for ever."""
-    counted = replay(make_trace([(8, 3, [0, 1])]), num_blocks=2, concurrency=1).counters
-    assert (counted["admissions"], counted["finished"], counted["rejected"]) == (1, 0, 1)
-    assert (counted["steps"], counted["decode_tokens"], counted["preemptions"]) == (1, 0, 0)
-    assert counted["event_sha256"] == hashlib.sha256(b"0:0;0:R;").hexdigest()
-
-
 def test_request_of_two_billion_tokens_is_rejected_at_once():
     """Nobody makes room for its tokens."""
     result = replay(make_trace([(2**31 - 1, 2**31 - 1, []), (4, 1, [7])]), num_blocks=2, concurrency=4)

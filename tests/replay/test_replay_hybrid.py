@@ -91,21 +91,3 @@ def test_command_sweeps_budgets_in_bytes(capsys):
     assert [run["num_blocks"] for run in runs] == [2048, 8000, 32768]
     assert runs[0]["hit_tokens"] < runs[1]["hit_tokens"] < runs[2]["hit_tokens"]
     assert f"{runs[2]['hit_tokens']:,}" in output(capsys, *COMMAND, *sweep)
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "bundle", "width", "digest", "numbers"),
-    [
-        (150, 1, 16, "81e8a86c48a2", (3, 1451, 9760, 28901, 150, 82327, 216, 216, 28)),
-        (150, 9, 16, "bd93b9f7a78d", (0, 1799, 9392, 33499, 150, 104816, 125, 121, 17)),
-        (1000, 37, 64, "8f4dd54496bc", (0, 5952, 49216, 126117, 987, 357034, 130, 129, 29)),
-    ],
-)
-def test_synthetic_conversations_give_the_numbers_of_a_simulator(num_blocks, bundle, width, digest, numbers):
-    """One that shared nothing with the core; `python -m tests.verify --model` is what judges other programs."""
-    shape = shape_of(Group.full(), Group.state(8, blocks=bundle), block_size=16)
-    trace = synthetic_trace(num_blocks + bundle, 16, width)
-    found = replay(trace, shape=shape, num_blocks=num_blocks, concurrency=4).counters
-    names = ("preemptions", "evictions", "hit_tokens", "computed_tokens", "peak_used", "used_block_steps")
-    names += ("checkpoints_wanted", "checkpoints_taken", "checkpoint_hits")
-    assert tuple(found[name] for name in names) == numbers and found["event_sha256"].startswith(digest)

@@ -46,7 +46,7 @@ APPLE = {
 }
 #: Of the core, of the kernels and of the stand-in: what qemu runs in a minute or two.
 TESTS = (
-    *(f"tests/core/test_{name}.py" for name in ("pending", "cow", "sequence", "groups")),
+    *(f"tests/core/test_{name}.py" for name in ("pending", "cow", "sequence", "groups", "plan_formats")),
     *("tests/prefix/test_prefix_commit.py", "tests/cpu/test_cpu_move.py", "tests/metal/test_msl_schedules.py"),
     *(
         f"tests/cpu/test_cpu_decode.py::test_{name}"

@@ -51,7 +51,7 @@ MUTANTS = HERE / "mutants.json"
 #: Tests of the core, below ``tests/``.
 TESTS = (
     *("core", "prefix", "capi", "regressions", "eviction", "adapters", "scheduler"),
-    "verify/test_recorded_runs.py",
+    *("verify/test_recorded_runs.py", "verify/test_twin.py"),
 )
 BY_CLOCK = ("test_capi_speed", "test_scheduler_speed")
 SOUND, FUZZER = "sound", "the fuzzer"
