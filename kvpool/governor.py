@@ -88,6 +88,8 @@ class Holder(NamedTuple):
     fills : bool
         Whether it takes its size only as it fills, as a `PromptCache` does: it has taken live + cached. It needs more
         when these and what waits exceed its size. Say that something waits only if it was used since the last look.
+    has_run : bool
+        Whether something ran since the last look, so that it is not idle.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Holder(NamedTuple):
     least: int = 0
     unit: int = 1
     fills: bool = False
+    has_run: bool = False
 
     @property
     def promised(self) -> int:
@@ -177,7 +180,7 @@ class Governor:
         self._seen.append((now, size + room))
         while self._seen[0][0] < now - self.pause:
             self._seen.popleft()
-        if self._busy_since is None or any(one.live or one.waiting for one in holders):
+        if self._busy_since is None or any(one.live or one.waiting or one.has_run for one in holders):
             self._busy_since = now
         least = max(self.floor, sum(one.least for one in holders))
         self.limit = int(min(self.ceiling, max(least, size + room)))

@@ -224,6 +224,7 @@ def governed(
 
     size, asked, now = options["block_size"], options.get("max_model_len"), seen()
     longest = asked or min(max_positions(model) or LONGEST, LONGEST)
+    is_limited = options["eviction"] is None and loading.keeps_every_token(model)
     least = min(most, 1 + -(-longest // size))
     if bounds.least is not None:
         given = f"--memory {bounds.least}:{args.memory}"
@@ -237,10 +238,11 @@ def governed(
             options["num_blocks"] = min(options["num_blocks"], loading.blocks_in(free, model, size, rows, **how))
         except ValueError as exc:
             raise CommandError(f"{given}: the least size has {by_flags(exc)}") from None
-        if asked and asked > (least - 1) * size:
+        if is_limited and asked and asked > (least - 1) * size:
             text = f"the least size holds requests of {(least - 1) * size} tokens"
             raise CommandError(f"{given}: {text}, --max-model-len is {asked}")
-    options["max_model_len"] = min(longest, (least - 1) * size)
+    if is_limited:
+        options["max_model_len"] = min(longest, (least - 1) * size)
     options["num_blocks"] = max(options["num_blocks"], least)
     return least
 

@@ -41,7 +41,7 @@ class Memory:
     def __init__(self, governor: Governor, max_running: int, draft: DraftModel | None = None) -> None:
         self.governor = governor
         self._max_running, self._draft = max_running, draft
-        self._seen, self._size, self._said = Machine(0.0, 0), 0, KEEP
+        self._seen, self._size, self._said, self._steps = Machine(0.0, 0), 0, KEEP, 0
         self._resizes: Counter[str] = Counter()
 
     async def watch(self, runner: Runner) -> None:
@@ -49,12 +49,16 @@ class Memory:
         while True:
             await asyncio.sleep(SECONDS)
             if runner.failure is None:
-                await runner.ask(self.look)
+                try:
+                    await runner.ask(self.look)
+                except Exception:
+                    _log.exception("memory: nothing was changed")
 
     def look(self, engine: Engine) -> None:
         """Look at the machine, and resize if it is time. Only the thread of the engine may call it."""
         self._seen = seen()
-        before = holder_of(engine, self._max_running, self._draft)
+        before, steps = holder_of(engine, self._max_running, self._draft), engine.scheduler.stats().steps
+        before, self._steps = before._replace(has_run=steps != self._steps), steps
         available = self._seen.available - promised_to_store(engine)
         decision = self.governor.decide(self._seen._replace(available=available), [before])
         if decision.size != before.size:

@@ -22,9 +22,9 @@ from mlx_lm.models.cache import KVCache
 from mlx_models import on_cpu
 from server_process import Server
 
-from benchmarks import picture
+from benchmarks import picture, tiny_families
 from kvpool import governor
-from kvpool.adapters.mlx_lm import Engine, tiny
+from kvpool.adapters.mlx_lm import Engine, loading, tiny
 from kvpool.adapters.mlx_lm.drafts import DraftModel
 from kvpool.adapters.prompt_cache import PromptCache
 from kvpool.cli import build_parser, main, serve
@@ -476,3 +476,33 @@ def test_memory_that_mlx_and_malloc_keep_is_given_back():
 def test_bounds_that_are_none_are_refused_before_the_model_is_loaded(arguments, text, capsys):
     assert main(["serve", "--model", "/nowhere", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_idle_release_waits_while_requests_end_between_two_looks(engine, monkeypatch):
+    found, unit = Memory(Governor(0, 2**40, idle_release=3), 4), engine.kv.pool.num_blocks
+    for second in range(12):
+        monkeypatch.setattr(memory, "seen", lambda now=second: Machine(float(now), 2**40))
+        if second < 8:
+            engine.generate("The block table", max_tokens=1)
+        found.look(engine)
+        assert (engine.kv.pool.num_blocks < unit) == (second >= 10), second
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "longest"),
+    [
+        ("llama", [], 16 * (3 * MIB // (16 * 3 * 2 * 64 * 4) - 1)),
+        ("llama", ["--eviction", "window", "--max-kv", "64"], 8192),
+        ("mamba", [], None),
+    ],
+)
+def test_length_of_requests_is_limited_by_the_least_size_only_where_blocks_limit_it(monkeypatch, made, given, longest):
+    given = ["serve", "--model", "tiny", "--memory", "3MiB:12MiB", "--keep-free", "1MiB", "--max-running", "2", *given]
+    args = build_parser().parse_args(given)
+    settings = SimpleNamespace(chat_template=None, defaults={})
+    with on_cpu():
+        model, tokenizer = tiny.make() if made == "llama" else tiny_families.make(made)
+        monkeypatch.setattr(loading, "load", lambda name: (model, tokenizer))
+        engine = serve.make_engine(args, serve.engine_options(args, 16), settings, serve.bounds_of(args), [])
+        assert engine.max_model_len == longest
+        engine.close()

@@ -65,6 +65,11 @@ def keeps_all(model: Any) -> bool:
     return any(group.kind == "full" for group in groups)
 
 
+def keeps_every_token(model: Any) -> bool:
+    """Return whether some layer keeps every token, so that the blocks of a pool limit the length of a sequence."""
+    return any(group.kind == "full" for group in layout_on(make_storage, inspect_model(model), 1, False).groups)
+
+
 def blocks_in(
     memory: int | str, model: Any, block_size: int, num_rows: int, *, beside: Any = None, **quantization: int | None
 ) -> int:
