@@ -68,16 +68,6 @@ def engine(make):
 # ---------------------------------------------------------------------------------------------- text and streams
 
 
-def test_engine_takes_text_and_returns_text_as_a_whole_and_in_a_stream(engine, answer):
-    completion = engine.generate(PROMPT, max_tokens=40)
-    assert completion.text == answer and completion.samples[0].finish_reason == "length"
-    assert engine.batch([PROMPT, PROMPT[:5]], max_tokens=40)[0].text == answer
-    events = list(engine.stream(PROMPT, max_tokens=40))
-    assert "".join(event.text for event in events) == answer
-    assert [event.finish_reason for event in events] == [None] * 39 + ["length"]
-    assert [event.token for event in events] == engine.tokenizer.encode(answer)
-
-
 def test_a_stream_that_is_left_cancels_its_request(engine):
     other = engine.submit("abc", max_tokens=5)
     stream = engine.stream(PROMPT, max_tokens=40)

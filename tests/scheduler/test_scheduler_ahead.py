@@ -29,26 +29,13 @@ def test_random_workload_with_two_steps_out_gives_what_decoding_alone_gives(part
 
 
 def make(num_blocks=64, block_size=4, **options):
-    pool = Pool(num_blocks, block_size, prefix_cache=options.pop("prefix_cache", False))
+    of_pool = {name: options.pop(name) for name in ("prefix_cache", "groups") if name in options}
+    pool = Pool(num_blocks, block_size, **of_pool)
     return pool, Scheduler(pool, **{"max_running": 4, "plans": 2, **options})
 
 
 def tokens(step, value=7):
     return np.full(len(step.sample_at), value, np.int32)
-
-
-def test_step_planned_ahead_names_the_samples_that_it_follows():
-    _, two = make()
-    for length in (1, 3, 20):
-        two.add(Request([1] * length, 9, id=length))
-    first = two.schedule()
-    second = two.schedule()
-    assert first.follows is None
-    assert second.follows.tolist() == [0, 1, 2] and second.tokens.tolist() == [-1, -1, -1]
-    assert second.sample_position.tolist() == [1, 1, 1]
-    two.update(first, np.array([5, 6, 7], np.int32))
-    two.update(second, np.array([8, 9, 10], np.int32))
-    assert [two.tokens_of(id).tolist() for id in (1, 3, 20)] == [[5, 8], [6, 9], [7, 10]]
 
 
 def test_sequence_in_the_lane_of_a_cancelled_one_does_not_follow_it():
@@ -65,22 +52,19 @@ def test_sequence_in_the_lane_of_a_cancelled_one_does_not_follow_it():
 
 
 @pytest.mark.parametrize(
-    "options", [{"n": 2, "user": 1}, {"beam_width": 2}], ids=["samples that are not forked", "a beam"]
+    ("request_options", "options"),
+    [
+        ({"n": 2, "user": 1}, {}),  # samples that are not forked
+        ({"beam_width": 2}, {}),
+        ({}, {"groups": (Group.full(), Group.window(8))}),
+        ({}, {"speculate": lambda rows: [[] for _ in rows]}),
+    ],
 )
-def test_step_is_not_planned_ahead_of_what_its_tokens_decide(options):
-    _, two = make()
-    two.add(Request([1, 2, 3], 4, id=0, **options))
+def test_step_is_not_planned_ahead_of_what_its_tokens_decide(request_options, options):
+    _, two = make(**options)
+    two.add(Request([1, 2, 3], 4, id=0, **request_options))
     two.schedule()
     assert two.schedule() is None
-
-
-def test_step_is_not_planned_ahead_with_layer_groups_or_drafts():
-    pool = Pool(64, 4, groups=(Group.full(), Group.window(8)))
-    _, guessing = make(speculate=lambda rows: [[] for _ in rows])
-    for two in (Scheduler(pool, max_running=4, plans=2), guessing):
-        two.add(Request([1, 2, 3], 4))
-        two.schedule()
-        assert two.schedule() is None
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

@@ -1,4 +1,4 @@
-"""The random workloads find faults: one for each kind of workloads is planted here, and makes one of them fail.
+"""The random workloads find faults: one for each judge of workloads is planted here, and makes one of them fail.
 
 A fault is a context manager that breaks the scheduler or the pool in one place. Workloads of a kind are drawn by seed
 until one fails; a fault that survives all of them is a hole in the workloads.
@@ -16,39 +16,28 @@ from eviction_workload import EvictingRunner, draw_evicting
 from group_workload import GroupRunner, draw_groups
 from scheduler_workload import Runner, draw
 from test_needs import served
-from test_scheduler_drafts import drafting
 
 from kvpool import Pool
 from kvpool.errors import OutOfBlocks
 from kvpool.eviction import Evictor
-from kvpool.scheduler import policy
 from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.state import Core
 
 WORKLOADS = 100
-KINDS = {
-    "plain": lambda seed: Runner(draw(seed), check_every=1).run(),
-    "ahead": lambda seed: Runner(draw(seed), check_every=1, ahead=True).run(),
-    "drafts": lambda seed: Runner(drafting(draw(seed)), check_every=1).run(),
-    "groups": lambda seed: GroupRunner(draw_groups(seed), check_every=1).run(),
-    "growth": served,
-    "evicting": lambda seed: EvictingRunner(*draw_evicting(seed)).run(),
-    "evicting groups": lambda seed: EvictingGroupRunner(*draw_evicting_groups(seed)).run(),
-}
 FAULTS: dict[str, Any] = {}
 
 
-def fault(kind, first=0):
-    """Keep a fault by its name, with the kind of workloads that show it, and a seed that does so soon."""
+def fault(run, first=0):
+    """Keep a fault by its name, with what runs the workload of a seed, and a seed that shows it soon."""
 
     def note(plant):
-        FAULTS[plant.__name__] = contextmanager(plant), KINDS[kind], first
+        FAULTS[plant.__name__] = contextmanager(plant), run, first
         return plant
 
     return note
 
 
-@fault("plain", 6)
+@fault(lambda seed: Runner(draw(seed), check_every=1).run(), 6)
 def cancelled_request_keeps_its_blocks():
     release = Core.release
 
@@ -61,13 +50,13 @@ def cancelled_request_keeps_its_blocks():
         yield
 
 
-@fault("groups", 19)
+@fault(lambda seed: GroupRunner(draw_groups(seed), check_every=1).run(), 19)
 def promises_are_forgotten():
     with mock.patch.object(Core, "promised", lambda self: self.needs.nothing):
         yield
 
 
-@fault("growth")
+@fault(served)
 def growth_without_the_copy_of_a_tail():
     growth = Needs.growth
 
@@ -79,33 +68,7 @@ def growth_without_the_copy_of_a_tail():
         yield
 
 
-@fault("ahead")
-def blocks_of_a_pinned_prefix_are_counted_twice():
-    fits = policy.fits_found
-
-    def unpinned(core, *arguments):
-        was, core.is_ahead = core.is_ahead, False
-        try:
-            return fits(core, *arguments)
-        finally:
-            core.is_ahead = was
-
-    with mock.patch.object(policy, "fits_found", unpinned):
-        yield
-
-
-@fault("drafts")
-def drafts_are_computed_without_blocks():
-    has_room = Core.has_room
-
-    def always(core, batch, new=1):
-        return not isinstance(new, int) or has_room(core, batch, new)
-
-    with mock.patch.object(Core, "has_room", always):
-        yield
-
-
-@fault("evicting", 6)
+@fault(lambda seed: EvictingRunner(*draw_evicting(seed)).run(), 6)
 def shared_blocks_are_compacted_as_they_are():
     compact = Pool.compact
 
@@ -121,7 +84,7 @@ def shared_blocks_are_compacted_as_they_are():
         yield
 
 
-@fault("evicting groups", 48)
+@fault(lambda seed: EvictingGroupRunner(*draw_evicting_groups(seed)).run(), 48)
 def prefix_is_found_beyond_the_budget():
     init = Core.__init__
 

@@ -126,26 +126,6 @@ def test_step_says_which_tokens_were_taken():
 # ---- beside others
 
 
-def test_drafts_take_only_the_budget_that_chunks_leave():
-    """Two decodes and a long prompt: the prompt's chunks are as long as without drafts."""
-    seen = {}
-    for name, proposer in (("none", None), ("wrong", lambda rows: [[1] * 50] * len(rows))):
-        pool = Pool(200, 4)
-        memory, model = TokenMemory(TokenModel(), 200, 4), TokenModel()
-        scheduler = Scheduler(pool, max_step_tokens=16, prefill_chunk=12, speculate=proposer)
-        for prompt in ([1, 2], [3, 4], np.arange(60)):
-            scheduler.add(Request(prompt, 30))
-        seen[name] = chunks = []
-        for _ in range(12):
-            step = scheduler.schedule()
-            chunks.append(step.num_new[step.num_decodes :].tolist())
-            assert len(step.tokens) <= 16
-            states = memory.forward(step.tokens, step.plan)[step.sample_at]
-            scheduler.update(step, model.greedy(states))
-        assert (scheduler.stats().drafted_tokens > 0) == (proposer is not None)
-    assert seen["none"] == seen["wrong"]
-
-
 def test_row_without_blocks_for_its_drafts_has_none():
     """The pool has exactly what the two sequences need: nobody is preempted for a draft, and some drafts run."""
     pool = Pool(8, 4, reserved_blocks=0)

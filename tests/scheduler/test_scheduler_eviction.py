@@ -4,8 +4,6 @@
 """
 
 import os
-from contextlib import suppress
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from scheduler_workload import Runner, draw
 from token_model import TokenModel
 
 from kvpool import Plan, Pool, Request, Scheduler
-from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, RequestRejected
+from kvpool.errors import CapacityExceeded, PlanStateError, RequestRejected
 from kvpool.eviction import H2O, BlockEviction, Evictor, SlidingWindow
 
 COUNT = 500 if os.environ.get("KVPOOL_LONG") else 24
@@ -100,21 +98,6 @@ def test_failed_step_leaves_no_score_and_no_token():
     scheduler.check()
     assert np.array_equal(evictor.memory.scores, before[0]) and np.array_equal(evictor.memory.known, before[1])
     assert run(scheduler, memory)[0].tokens.size == 30
-
-
-def test_compacted_sequence_is_not_spilled():
-    spilled = []
-    tier = SimpleNamespace(spill_to_host=lambda *sequence: spilled.append(sequence), prefetch=None)
-    pool, memory, scheduler = build(HEAVY, num_blocks=9, tier=tier, watermark=0)
-    for name in range(2):
-        scheduler.add(Request(range(name, name + 30), max_tokens=40))
-        run(scheduler, memory, 6)
-    guest = pool.blocks.alloc(pool.stats().blank)
-    with suppress(OutOfBlocks):
-        run(scheduler, memory, 8)
-    assert not spilled
-    pool.blocks.decref(guest)
-    assert all(output.tokens.size == 40 for output in run(scheduler, memory))
 
 
 # ---- what is refused

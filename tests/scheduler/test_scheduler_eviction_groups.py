@@ -110,25 +110,6 @@ def test_columns_of_the_group_are_counted_and_evicted_together():
         build(HEAVY, 21, groups=groups_of(columns=3))[2].add(Request(range(100), max_tokens=60))
 
 
-@pytest.mark.parametrize("policy", [HEAVY, WHOLE])
-@pytest.mark.parametrize("state", ["prefilling", "out", "decoding"])
-def test_cancelled_request_gives_back_the_blocks_of_all_arenas(policy, state):
-    pool, _, scheduler = build(policy)
-    scheduler.add(Request(range(50), max_tokens=30, id="dropped"))
-    for _ in range({"prefilling": 4, "out": 12, "decoding": 12}[state]):
-        step = scheduler.schedule()
-        scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
-    assert scheduler.stats().evicted_tokens
-    step = scheduler.schedule() if state == "out" else None
-    scheduler.cancel("dropped")
-    if step is not None:
-        scheduler.update(step, np.zeros(len(step.sample_at), np.int32))
-    scheduler.check()
-    for arena in range(3):
-        stats = pool.stats(arena)
-        assert (stats.used, stats.limbo, stats.sequences) == (0, 0, 0)
-
-
 def test_rows_that_lost_tokens_say_so_and_keep_their_positions():
     pool, _, scheduler = build(HEAVY)
     scheduler.add(Request(range(60), max_tokens=5))

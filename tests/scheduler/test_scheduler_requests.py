@@ -92,28 +92,6 @@ def test_step_says_whose_sample_each_row_is():
     assert scheduler.schedule() is not None and set(seen) == {0, "x", 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("pool", "options", "most"),
-    [
-        (dict(num_blocks=9, block_size=4), {}, 33),  # 8 usable blocks, and the last token needs none
-        (dict(num_blocks=9, block_size=4, watermark=3), {}, 21),
-        (dict(num_blocks=9, block_size=4, max_blocks_per_seq=2), {}, 9),
-        (dict(num_blocks=9, block_size=4), {"max_model_len": 10}, 11),
-    ],
-)
-def test_add_takes_what_fits_alone_and_nothing_longer(pool, options, most):
-    for prompt in (1, 5):
-        pool_ = Pool(**pool)
-        scheduler = Scheduler(pool_, **options)
-        scheduler.add(Request([7] * prompt, max_tokens=most - prompt))
-        with pytest.raises(RequestRejected) as caught:
-            scheduler.add(Request([7] * prompt, max_tokens=most - prompt + 1))
-        assert caught.value.reason == ("too_long" if options else "too_large")
-        outputs = Machine(scheduler, pool_).run()
-        assert len(outputs[0, 0].tokens) == most - prompt
-        assert scheduler.stats().rejected == 1 and scheduler.stats().preemptions == 0
-
-
 def test_add_beam_fits_as_a_whole_or_is_rejected():
     # 2 blocks of prompt shared, and for each hypothesis 1 more block and 1 for a copy: 2 + 3 * 2 = 8
     scheduler = Scheduler(Pool(9, 4), max_running=3)

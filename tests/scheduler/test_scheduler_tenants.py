@@ -17,56 +17,6 @@ def made(blocks=40, **options):
     return scheduler, Machine(scheduler, pool), clock
 
 
-def order_of(scheduler, machine):
-    """Return the ids in the order in which the requests end."""
-    order = []
-    while (done := machine.step()) is not None:
-        order += [output.id for output in done[1]]
-        scheduler.check()
-    return order
-
-
-def test_tenants_take_turns_by_weight():
-    scheduler, machine, _ = made(max_running=1, weights={"a": 2})
-    for number in range(6):
-        for tenant in "ab":
-            scheduler.add(Request([1, 2, 3], max_tokens=2, id=f"{tenant}{number}", tenant=tenant))
-    order = order_of(scheduler, machine)
-    assert [name[0] for name in order[:9]] == list("abaabaaba")
-    assert [name for name in order if name[0] == "a"] == [f"a{number}" for number in range(6)]
-
-
-def test_tenant_that_was_idle_has_saved_nothing():
-    scheduler, machine, _ = made(max_running=1)
-    for number in range(4):
-        scheduler.add(Request([1, 2, 3], max_tokens=9, id=f"a{number}", tenant="a"))
-    for _ in range(25):
-        machine.step()
-    for number in range(3):
-        scheduler.add(Request([1, 2, 3], max_tokens=9, id=f"b{number}", tenant="b"))
-    for number in range(4, 6):
-        scheduler.add(Request([1, 2, 3], max_tokens=9, id=f"a{number}", tenant="a"))
-    assert order_of(scheduler, machine)[-6:] == ["b0", "a3", "b1", "a4", "b2", "a5"]
-
-
-@pytest.mark.parametrize(("ageing", "expected"), [(1, "bacd"), (2, "bcad"), (3, "bcda"), (256, "bcda")])
-def test_waiting_makes_up_for_priority(ageing, expected):
-    """While "a" waits, one request of a higher priority comes after each admission."""
-    scheduler, machine, _ = made(max_running=1, ageing=ageing)
-    scheduler.add(Request([1], max_tokens=3, id="first"))
-    machine.step()
-    scheduler.add(Request([1], max_tokens=3, id="a"))
-    names, order = iter("bcd"), []
-    scheduler.add(Request([1], max_tokens=3, id=next(names), priority=1))
-    while (done := machine.step()) is not None:
-        for output in done[1]:
-            order.append(output.id)
-            machine.step()  # the next one is admitted
-            if (name := next(names, None)) is not None:
-                scheduler.add(Request([1], max_tokens=3, id=name, priority=1))
-    assert "".join(order[1:]) == expected
-
-
 def test_deadline_of_an_id_that_is_used_again_is_that_of_the_new_request():
     scheduler, machine, clock = made()
     scheduler.add(Request([1, 2], max_tokens=2, id="x", deadline=5))
@@ -137,7 +87,10 @@ def test_samples_without_a_lane_wait_for_the_turn_of_their_tenant():
     scheduler.add(Request([1, 2, 3, 4], max_tokens=9, tenant="a", id="later"))
     for number in range(12):
         scheduler.add(Request([9, number, 9, 9], max_tokens=9, tenant="b", id=number))
-    order = order_of(scheduler, machine)
+    order = []
+    while (done := machine.step()) is not None:
+        order += [output.id for output in done[1]]
+        scheduler.check()
     assert order[:2] == ["samples", "samples"] and "samples" not in order[order.index("later") :], order
     for end in range(4, 20):
         behind = order[2:end].count("samples") - sum(type(name) is int for name in order[2:end])

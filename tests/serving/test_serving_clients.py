@@ -19,7 +19,7 @@ from kvpool.serving.responses import ResponsesRequest
 BODIES = {path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("bodies/*.json"))}
 FORMS = {"/v1/messages": MessagesRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest}
 ASKED = [{"role": "user", "content": "How warm is it?"}]
-each_body = pytest.mark.parametrize("client", BODIES)
+each_body = pytest.mark.parametrize("program", BODIES)
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,8 @@ def server():
         assert one.idle_metrics()['kvpool_blocks{state="used"}'] == 0
 
 
-@pytest.fixture(scope="module")
-def openai(server):
-    import openai  # takes two seconds
-
-    return openai.OpenAI(base_url=f"{server.facts['url']}/v1", api_key="any", max_retries=0)
-
-
-def form_of(client):
-    return FORMS[BODIES[client]["path"].partition("?")[0]]
+def form_of(program):
+    return FORMS[BODIES[program]["path"].partition("?")[0]]
 
 
 def asked(server, method, path, body=None, **headers):
@@ -49,9 +42,9 @@ def asked(server, method, path, body=None, **headers):
 
 
 @each_body
-def test_body_of_a_client_is_answered_and_found_in_the_cache(server, client):
+def test_body_of_a_client_is_answered_and_found_in_the_cache(server, program):
     """A second time, all of its prompt but the last token is found, in whole blocks."""
-    path, body, usages = BODIES[client]["path"], BODIES[client]["body"] | {"stream": False}, []
+    path, body, usages = BODIES[program]["path"], BODIES[program]["body"] | {"stream": False}, []
     limits = ("max_completion_tokens", "max_output_tokens", "max_tokens")
     body[next((name for name in limits if name in body), "max_output_tokens" if "input" in body else "max_tokens")] = 8
     for _ in range(2):
@@ -63,16 +56,16 @@ def test_body_of_a_client_is_answered_and_found_in_the_cache(server, client):
     (cached,) = [details[name] for name in names if name in details]
     prompt = usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
     assert cached == (prompt - 1) // 8 * 8
-    ignored = [name for name, effect in BODIES[client]["fields"].items() if effect == "ignored"]
+    ignored = [name for name, effect in BODIES[program]["fields"].items() if effect == "ignored"]
     told = headers.get("x-ignored-fields", "").split(", ")
     assert [name for name in told if name and not name.startswith("tools:")] == ignored
 
 
 @each_body
-def test_field_of_a_client_is_obeyed_or_has_no_effect_or_is_named(client):
-    form, body = form_of(client), BODIES[client]["body"]
+def test_field_of_a_client_is_obeyed_or_has_no_effect_or_is_named(program):
+    form, body = form_of(program), BODIES[program]["body"]
     _, ignored = parse(form, json.dumps(body).encode())
-    for name, effect in BODIES[client]["fields"].items():
+    for name, effect in BODIES[program]["fields"].items():
         due = "obeyed" if name in form.model_fields else "no effect" if name in form.official else "ignored"
         assert (name, effect) == (name, due) and (name in ignored) == (effect == "ignored")
     if ignored:
@@ -104,10 +97,10 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("tool", [{"type": "function", "name": "weather"}, {"type": "custom", "name": "note"}], ids=str)
-def test_official_client_of_responses_calls_tools_and_sends_the_results_back(openai, tool):
+def test_official_client_of_responses_calls_tools_and_sends_the_results_back(client, tool):
     items, options = list(ASKED), {"model": "other", "tools": TOOLS, "tool_choice": tool, "max_output_tokens": 700}
     for _ in range(2):
-        with openai.responses.stream(input=items, **options) as stream:
+        with client.responses.stream(input=items, **options) as stream:
             events = list(stream)
         answer = events[-1].response  # the client's own call for it takes whole answers only
         assert events[-1].type == f"response.{answer.status}"
@@ -121,25 +114,28 @@ def test_official_client_of_responses_calls_tools_and_sends_the_results_back(ope
             assert json.loads(said).get("days", 1) in (1, 2)
         items.append(call.model_dump(exclude_none=True))
         items.append({"type": f"{kind}_output", "call_id": call.call_id, "output": "12"})
-    cut = openai.responses.create(input=items, **options | {"max_output_tokens": 5})  # no call is whole by then
+    cut = client.responses.create(input=items, **options | {"max_output_tokens": 5})  # no call is whole by then
     assert cut.status == "incomplete" and cut.usage.output_tokens == 5
     assert cut.incomplete_details.reason == "max_output_tokens"
-    text = openai.responses.create(input=items, **options | {"tool_choice": "auto", "max_output_tokens": 5})
+    text = client.responses.create(input=items, **options | {"tool_choice": "auto", "max_output_tokens": 5})
     assert text.output_text or text.usage.output_tokens == 1  # the end
     assert text.status == "incomplete" or text.usage.output_tokens <= 5
     assert text.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_response_has_the_form_that_is_wanted(openai):
+def test_response_has_the_form_that_is_wanted(client):
     form = {"type": "json_schema", "name": "a", "schema": {"enum": [1, 2]}}
-    answer = openai.responses.create(model="tiny", input="x", text={"format": form}, instructions="be brief")
+    answer = client.responses.create(model="tiny", input="x", text={"format": form}, instructions="be brief")
     assert json.loads(answer.output_text) in (1, 2) and answer.status == "completed"
 
 
 @pytest.mark.parametrize(
     ("param", "body"),
     [
-        ("input", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:1/x"}]}]}),
+        (
+            "input",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:1/x"}]}]},
+        ),
         ("input", {"input": [{"type": "item_reference", "id": "a"}]}),
         ("previous_response_id", {"previous_response_id": "resp_1"}),
         ("background", {"background": True}),
@@ -188,9 +184,9 @@ def test_tokens_of_a_text_become_the_text_again(server):
     assert server.post("/detokenize", {"tokens": told["tokens"]})[1] == {"prompt": "a\u00e9"}
 
 
-def test_model_has_all_its_names(server, openai):
-    assert [one.id for one in openai.models.list()] == ["tiny", "other"]
-    assert openai.models.retrieve("other").max_model_len == 8192
+def test_model_has_all_its_names(server, client):
+    assert [one.id for one in client.models.list()] == ["tiny", "other"]
+    assert client.models.retrieve("other").max_model_len == 8192
     assert asked(server, "GET", "/v1/models/none")[0] == 404
 
 

@@ -324,6 +324,9 @@ def test_requests_that_outlive_their_grace_get_an_error(number, grace):
         assert last["error"] == {"message": "the server stops", "type": "server_error", "param": None, "code": None}
         assert whole[0][0] == 503 and whole[0][1]["error"]["message"] == "the server stops"
         server.process.wait(60)
+        errors = server.stop()[1]
+    assert re.search(rf"requests cut off after {grace} s of grace: 2 ids=req_\w+,req_\w+\n", errors), errors
+    assert "a stream ends early: the server stops" in errors and "stopped, 0 blocks in use" in errors
 
 
 @pytest.mark.long
@@ -399,14 +402,3 @@ def test_second_signal_ends_the_process_at_once():
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 130
     server.stop()
-
-
-@pytest.mark.long
-def test_second_process_finds_nothing_that_the_first_one_computed():
-    body = {"prompt": "Our merger price is 4711 million, do not tell anybody outside the board! " * 2, "max_tokens": 1}
-    found = []
-    for _ in range(2):
-        with Server("--num-blocks", "400") as server:
-            answers = [server.post("/v1/completions", body)[1] for _ in range(2)]
-        found.append([one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers])
-    assert found[0] == found[1] and found[0][0] == 0 < found[0][1]

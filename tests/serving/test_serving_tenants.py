@@ -74,6 +74,8 @@ def test_tenant_fills_its_share_of_the_queue_only(server):
         assert response.status == 429 and 1 <= int(response.getheader("Retry-After")) <= 60
         assert json.loads(response.read())["error"]["code"] == "queue_full"
         connection.close()
+        many = TEXT | {"prompt": ["a"] * 9}
+        assert server.post("/v1/completions", many, **KEY)[0] == 400, "it would never find so many places"
         both = TEXT | {"prompt": ["a", "b"], "timeout": 300}
         with asking(server, ENDLESS, key="two"):
             wait_for(server, waiting=7)
@@ -114,23 +116,6 @@ def test_answer_is_cut_by_its_timeout(server):
 def test_wrong_priorities_and_timeouts_are_named(server, wrong):
     status, answer = server.post("/v1/completions", TEXT | wrong, **KEY)
     assert status == 400 and answer["error"]["param"] in wrong
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 3000}),
-        ("/v1/messages", {"max_tokens": 3000, "messages": [{"role": "user", "content": "go on"}], "stream": True}),
-    ],
-)
-def test_client_that_hangs_up_while_it_waits_leaves_the_queue(server, path, body):
-    due = 2 if isinstance(body.get("prompt"), list) else 1
-    with asking(server, ENDLESS):
-        wait_for(server, decoding=1)
-        with asking(server, body, path):
-            wait_for(server, decoding=1, waiting=due)
-        wait_for(server, decoding=1, waiting=0)
-    wait_for(server, decoding=0, waiting=0)
 
 
 def test_statistics_name_tenants_and_no_keys(server):

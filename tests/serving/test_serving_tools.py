@@ -62,20 +62,6 @@ def server(request):
         assert one.idle_metrics()['kvpool_blocks{state="used"}'] == 0
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    import openai  # takes two seconds
-
-    return openai.OpenAI(base_url=f"{server.facts['url']}/v1", api_key="any", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def messenger(server):
-    import anthropic  # takes five seconds
-
-    return anthropic.Anthropic(base_url=server.facts["url"], api_key="any", max_retries=0)
-
-
 @pytest.fixture
 def tokenizer(server):
     with on_cpu():
