@@ -57,16 +57,19 @@ def pairs() -> dict[str, tuple[float, Callable[[], list[Case]]]]:
         ]  # fmt: skip
     rows["step in order, 1024 rows"] = 1.5, lambda: [case_of(bench_decode, 1024, who) for who in ("kvpool", "floor")]
     hit = (100_000, 4096)
-    rows["prefix hit, 100,000 blocks"] = 2.5, lambda: [
-        case_of(bench_full_hit, who, *hit) for who in ("kvpool", "floor")
-    ]
+    rows["prefix hit, 100,000 blocks"] = (
+        2.5,
+        lambda: [case_of(bench_full_hit, who, *hit) for who in ("kvpool", "floor")],
+    )
     for blocks in (10_000, 100_000):  # the floor is a pool without groups
-        rows[f"prefix hit, 3 groups, {blocks:,} blocks"] = 1.5, lambda blocks=blocks: [
-            case_of(bench_hit_of_groups, groups, blocks) for groups in ("three", "one")
-        ]
-    rows[f"fork, {CHILDREN} a call"] = 2.0, lambda: [
-        case_of(bench_children, who, CHILDREN, "fork") for who in ("kvpool", "floor")
-    ]
+        rows[f"prefix hit, 3 groups, {blocks:,} blocks"] = (
+            1.5,
+            lambda blocks=blocks: [case_of(bench_hit_of_groups, groups, blocks) for groups in ("three", "one")],
+        )
+    rows[f"fork, {CHILDREN} a call"] = (
+        2.0,
+        lambda: [case_of(bench_children, who, CHILDREN, "fork") for who in ("kvpool", "floor")],
+    )
     rows["alloc+free, 1..64 a call"] = 3.0, lambda: [case_of(bench_bulk, who) for who in ("kvpool", "floor")]
     return rows
 
