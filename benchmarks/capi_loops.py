@@ -1,12 +1,8 @@
-"""Two loops of decode steps: from C through the capsule, and the core's own. Built when they are asked for.
-
-``python -m benchmarks.capi_loops``: how many times the instructions and the time of the second the first takes.
-"""
+"""Two loops of decode steps: from C through the capsule, and the core's own. Built when they are asked for."""
 
 import ctypes
 import functools
 import importlib.util
-import json
 import os
 import shlex
 import subprocess
@@ -19,7 +15,8 @@ import numpy as np
 
 import kvpool
 from benchmarks.baselines import BUILD, HERE, load_c
-from benchmarks.callgrind import counted, is_here, marks
+from benchmarks.command import main
+from benchmarks.gate import Gate
 
 ROWS, STEPS = 64, 256
 BLOCK_SIZE = 16
@@ -96,29 +93,10 @@ def time_ratio(rounds=40):
     return best["capsule"] / best["core"]
 
 
-def instruction_counts():
-    """Return instructions per step of both loops, or None without valgrind."""
-    if not is_here():
-        return None
-    fixed = {"PYTHONHASHSEED": "0", "PYTHONMALLOC": "malloc"}
-    return {who: counted("-m", "benchmarks.capi_loops", who, **fixed)["loop"][0] / STEPS for who in LOOPS}
-
-
-def count(who):
-    """Let callgrind count one run of a loop, after one that it does not count."""
-    (run, _), count = loop(who), marks()
-    run()
-    count.count_prepare()
-    count.count_toggle()
-    run()
-    count.count_toggle()
-    count.count_dump(b"loop")
+def gates(_args):
+    """Yield the time of the capsule's loop over that of the core's."""
+    yield Gate("decode step from C / the core's own", time_ratio(), 1.2, at_most=True, unit="x")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        count(sys.argv[1])
-    else:
-        counts = instruction_counts()
-        ratio = counts and round(counts["capsule"] / counts["core"], 4)
-        print(json.dumps({"instructions per step": counts, "ratio": ratio, "time ratio": round(time_ratio(), 4)}))
+    sys.exit(main())

@@ -7,16 +7,19 @@ less than the medians of runs that are minutes apart.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.bench_alloc import bench_bulk
 from benchmarks.bench_fork import CHILDREN, bench_children
 from benchmarks.bench_prefix import bench_full_hit, bench_hit_of_groups
 from benchmarks.bench_step import ROUNDS, bench_decode, bench_decode_fenced
-from benchmarks.gate import Gate, as_text, held
+from benchmarks.command import main
+from benchmarks.gate import Gate
 
+OPTIONS = {"rounds": (ROUNDS - 4, f"of each, at most {ROUNDS - 4}, and at least 3")}
 Case = tuple[Callable[[], Any], float, Callable[[], Any] | None]
 
 
@@ -74,21 +77,12 @@ def pairs() -> dict[str, tuple[float, Callable[[], list[Case]]]]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the ratios; 1 if one of them misses its limit and --gates is given."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.floors", description="kvpool beside the C floor")
-    parser.add_argument("--rounds", type=int, default=ROUNDS - 4, help=f"of each, at most {ROUNDS - 4}")
-    parser.add_argument("--gates", action="store_true", help="fail when a limit is missed")
-    options = parser.parse_args(argv)
-    if not 3 <= options.rounds <= ROUNDS - 4:
-        parser.error(f"--rounds must be in 3 .. {ROUNDS - 4} ({options.rounds})")
-    gates = []
+def gates(args: argparse.Namespace) -> Iterator[Gate]:
+    """Yield the ratios."""
     for name, (limit, make) in pairs().items():
-        ours, floor = alternate(make(), options.rounds)
-        gates.append(Gate(name, round(ours / floor, 2), limit, True, f"{ours:,.1f} / {floor:,.1f} ns"))
-    print(as_text(gates))
-    return 0 if held(gates) or not options.gates else 1
+        ours, floor = alternate(make(), min(max(args.rounds, 3), ROUNDS - 4))
+        yield Gate(name, round(ours / floor, 2), limit, True, f"{ours:,.1f} / {floor:,.1f} ns")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -1,20 +1,24 @@
 """How long calls hold the lock of a pool: CPU time of the longest ones, everything in one call.
 
-``python -m benchmarks.holds [--blocks 100000 1000000]``: what other threads wait for in the worst case.
+``python -m benchmarks.holds``: what other threads wait for in the worst case.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from benchmarks.command import main
+from benchmarks.gate import table
 from kvpool import Plan, Pool
 
 BLOCK_SIZE = 16
 ROUNDS = 3
+OPTIONS = {"blocks": ("100000,1000000", "of the pools")}
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -49,21 +53,17 @@ def calls(num_blocks: int) -> Iterator[tuple[str, float]]:
         yield "reset", seconds(pool.reset)
 
 
-def main() -> None:
-    """Print a line per call."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[100_000, 1_000_000])
-    sizes = parser.parse_args().blocks
-    best: dict[str, dict[int, float]] = {}
-    for size in sizes:
-        for _ in range(ROUNDS):
-            for name, took in calls(size):
-                row = best.setdefault(name, {})
-                row[size] = min(row.get(size, took), took)
-    print(f"{'ms of CPU time':>14}" + "".join(f"{size:>14,}" for size in sizes) + "  blocks in one call")
-    for name, row in sorted(best.items(), key=lambda item: -item[1][sizes[-1]]):
-        print(f"{name:>14}" + "".join(f"{1e3 * row[size]:>14.2f}" for size in sizes))
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each pool: ms of CPU time of each call."""
+    lines = []
+    for size in map(int, args.blocks.split(",")):
+        best: dict[str, float] = {}
+        for name, took in (found for _ in range(ROUNDS) for found in calls(size)):
+            best[name] = min(best.get(name, took), took)
+        lines.append([f"{size:,}", *(f"{1e3 * took:.2f}" for took in best.values())])
+    print(table(["blocks", *best], *lines))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

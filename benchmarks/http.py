@@ -33,7 +33,7 @@ import numpy as np
 import kvpool
 from benchmarks.command import judged, main
 from benchmarks.gate import Gate, short, table
-from benchmarks.serving.workload import Lengths
+from benchmarks.serving import Lengths
 from kvpool.cli.console import CommandError, cpu_model
 
 SENT = {
@@ -502,7 +502,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(f"no such chats: {error}") from None
     try:
-        from benchmarks.serving import lm
+        from benchmarks import serving_lm as lm
     except ImportError as exc:
         raise CommandError(f"needs mlx and mlx-lm: pip install 'kvpool[mlx]' ({exc})") from None
     with tempfile.TemporaryDirectory(prefix="kvpool-http-") as folder:

@@ -4,15 +4,16 @@ Conversations of a made-up agentic trace share a system prompt and take turns, f
 calls; caches have one small layer, so bytes are counted and no model runs. mlx-lm's server keeps 10 sequences unless it
 is told otherwise; so `LRUPromptCache` plays with that limit, and with none. Then `fetch` of a long prompt beside one
 copy of its bytes by MLX, and `insert` of one more turn behind a long and a short prompt; lookups, and a miss of states
-in a store. Exit code 1 if a gate does not hold.
+in a store.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -20,7 +21,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, LRUPromptCache
 
-from benchmarks.gate import Gate, as_text, held
+from benchmarks.command import main
+from benchmarks.gate import Gate, table
 from kvpool.adapters.prompt_cache import PromptCache
 from kvpool.adapters.prompt_store import store_layout
 from kvpool.store import MemoryStore
@@ -120,9 +122,7 @@ def beside(turns: int, system_tokens: int, shares: tuple[int, ...]) -> list[Gate
     requests = trace(turns, system_tokens)
     stock, most = play(LRUPromptCache(max_size=1 << 30), requests)
     default, _ = play(LRUPromptCache(max_size=SERVER), requests)
-    total = sum(map(len, requests))
-    print(f"{turns} turns behind {system_tokens} tokens: {len(requests):,} requests, {total:,} tokens, seed {SEED}")
-    print(f"{'budget, bytes':>14} {f'{SERVER} sequences':>16} {'LRUPromptCache':>16} {'PromptCache':>16}")
+    lines: list[tuple[object, ...]] = []
     above, best = 0, 0.0
     for share in shares:
         budget = most // share
@@ -130,10 +130,12 @@ def beside(turns: int, system_tokens: int, shares: tuple[int, ...]) -> list[Gate
         if share > 1:
             default, _ = play(LRUPromptCache(SERVER, budget), requests)
             stock, _ = play(LRUPromptCache(1 << 30, budget), requests)
-        print(f"{budget:>14,} {default:>16,} {stock:>16,} {hits:>16,}  {nbytes:,} bytes, {hits / stock:.2f} x")
+        lines.append((turns, f"{budget:,}", f"{default:,}", f"{stock:,}", f"{hits:,}", f"{nbytes:,}"))
         above, best = above + max(0, nbytes - budget), max(best, hits / stock)
         if share == 1:
             first = (hits / default, nbytes / most)
+    head = ("turns", "budget, bytes", f"hits, {SERVER} sequences", "`LRUPromptCache`", "`PromptCache`", "bytes of it")
+    print(table(head, *lines), end="\n\n", file=sys.stderr)
     return [
         Gate(f"{turns} turns: hits / LRUPromptCache of {SERVER} sequences", first[0], 3 if turns == MANY[0] else None),
         Gate(f"{turns} turns: hits / LRUPromptCache at its best", best, None, goal=3),
@@ -166,14 +168,12 @@ def missing(rng: np.random.Generator) -> Gate:
     return Gate(f"miss of {LONG:,} positions, each", value, None, at_most=True, unit="us")
 
 
-def main() -> int:
-    """Print the tables."""
+def gates(args: argparse.Namespace) -> Iterator[Gate]:
+    """Print the tables on stderr, and yield what has to hold."""
     rng = np.random.default_rng(SEED)
-    gates = beside(*FEW, (1, 4)) + beside(*MANY, (1, 2))
-    gates += [looking_up(rng, 2048), looking_up(rng, LONG), fetching(rng)]
-    gates += [inserting(rng, False), inserting(rng, True), missing(rng)]
-    print(as_text(gates))
-    return 0 if held(gates) else 1
+    yield from (*beside(*FEW, (1, 4)), *beside(*MANY, (1, 2)))
+    yield from (looking_up(rng, 2048), looking_up(rng, LONG), fetching(rng))
+    yield from (inserting(rng, False), inserting(rng, True), missing(rng))
 
 
 if __name__ == "__main__":

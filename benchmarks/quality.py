@@ -24,9 +24,18 @@ import numpy as np
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
+from benchmarks.command import main
 from kvpool.adapters.mlx_lm import PagedKVCache, install
 from kvpool.eviction import H2O, BlockEviction
 
+OPTIONS = {
+    **{
+        "context": (512, "tokens of a document"),
+        "seeds": (3, "of documents"),
+        "samples": (8, "documents of each seed"),
+    },
+    "cache-dir": (str(Path.home() / ".cache" / "kvpool"), "of the model"),
+}
 BYTES, KEYS, VALUES = 128, 8, 16
 """The vocabulary: bytes of the code, a use of each key, a definition of each key with each value."""
 
@@ -374,17 +383,10 @@ def read(model: Any, documents: np.ndarray, policy: Policy) -> tuple[np.ndarray,
         return nats, right, nbytes() / rows
 
 
-def main(argv: list[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> int:
     """Train the model unless it is kept, and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, default=512, help="tokens of a document (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="of documents (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=8, help="documents of each seed (default: %(default)s)")
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "kvpool", help="of the model")
-    args = parser.parse_args(argv)
-
     text, held_out = sources(Path(sysconfig.get_path("stdlib")))
-    model = trained(args.cache_dir, text, lambda line: print(line, file=sys.stderr, flush=True))
+    model = trained(Path(args.cache_dir), text, lambda line: print(line, file=sys.stderr, flush=True))
     length = args.context
     rngs = [np.random.default_rng([7, seed, length]) for seed in range(args.seeds)]
     parts = [drawn(rng, held_out, args.samples, length, 1, length // 2) for rng in rngs]
@@ -401,7 +403,8 @@ def main(argv: list[str] | None = None) -> None:
         bits = f"{policy.k_bits or 16}/{policy.v_bits or 16}"
         cells = (policy.name, policy.max_kv or "-", bits, *shown, f"{right[marks].mean():.1%}", f"{nbytes / 1024:.1f}")
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mlx_models import computing_on_cpu
 
+from benchmarks import models as capacity
 from benchmarks import tiny_families
-from benchmarks.models import capacity
 from kvpool.adapters.mlx_lm import host, install
 from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.sizing import IDLE, arrays_of_one_size
