@@ -12,11 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.gate import table
+
 HERE = Path(__file__).parent
 STEP_ROWS = (64, 256, 1024)
 IMPORT_MS_MAX = 150
 WHEEL_MB_MAX = 1.5
-PROGRAMS = ("benchmarks.eviction",)  # with tables and gates of their own
 
 # Row -> the most ns it may take, and the most times the floor's ns (None: no such target).
 LIMITS = {
@@ -68,12 +69,6 @@ def human(ns):
     return f"{ns:.3g} ns"
 
 
-def line(name, values, target="", holds=None):
-    """Return one line of the table; `values` are kvpool's, the floor's and Python's cell."""
-    verdict = {None: "", True: "yes", False: "NO"}[holds]
-    return (name, *values, target, verdict)
-
-
 def time_lines(records):
     """Return the lines of the rows that are times beside baselines."""
     rows = {}
@@ -86,56 +81,25 @@ def time_lines(records):
         limit, ratio_limit = LIMITS.get(row, (None, None))
         ratio = ns["kvpool"] / ns["floor"] if "floor" in ns else None
         cells = [human(ns[who]) if who in ns else "" for who in ("kvpool", "floor", "python")]
-        cells.append(f"{ratio:.1f}x" if ratio else "")
-        holds = None
-        target = ""
-        if limit:
-            target = f"<= {human(limit)}" + (f", <= {ratio_limit}x" if ratio_limit else "")
-            holds = ns["kvpool"] <= limit and (ratio_limit is None or ratio <= ratio_limit)
-        yield line(row, cells, target, holds)
+        target = f"<= {human(limit)}" + (f", <= {ratio_limit}x" if ratio_limit else "") if limit else ""
+        holds = limit and ns["kvpool"] <= limit and (ratio_limit is None or ratio <= ratio_limit)
+        yield row, *cells, f"{ratio:.1f}x" if ratio else "", target, holds
 
 
 def fixed_lines(records):
-    """Return the lines of the import and the wheel."""
-    ns = {record["import"]: record["ns_per_item"] for record in records if "import" in record}
+    """Return the lines of the import, the index and the wheel."""
+    ns = {record["import"]: record["ns_per_item"] / 1e6 for record in records if "import" in record}
     if ns:
-        nothing, numpy, kvpool = (ns[what] for what in ("nothing", "numpy", "kvpool"))
-        cells = [
-            f"{(kvpool - nothing) / 1e6:.0f} ms",
-            "",
-            f"{(numpy - nothing) / 1e6:.0f} ms (numpy alone)",
-            "",
-        ]
-        holds = kvpool - nothing <= IMPORT_MS_MAX * 1e6
-        yield line("import kvpool, numpy included", cells, f"<= {IMPORT_MS_MAX} ms", holds)
+        alone, ours = f"{ns['numpy'] - ns['nothing']:.0f} ms (numpy alone)", ns["kvpool"] - ns["nothing"]
+        target = f"<= {IMPORT_MS_MAX} ms"
+        yield "import kvpool, numpy included", f"{ours:.0f} ms", "", alone, "", target, ours <= IMPORT_MS_MAX
     for record in records:
         if "index_nbytes" in record:
             nbytes, limit = record["index_nbytes"], record["limit_nbytes"]
-            yield line(record["row"], [f"{nbytes:.1f}", "", "", ""], f"<= {limit}", nbytes <= limit)
+            yield record["row"], f"{nbytes:.1f}", "", "", "", f"<= {limit}", nbytes <= limit
         if "nbytes" in record:
-            cells = [f"{record['nbytes'] / 1e6:.2f} MB", "", "", ""]
-            yield line("wheel", cells, f"<= {WHEEL_MB_MAX} MB", record["nbytes"] <= WHEEL_MB_MAX * 1e6)
-
-
-def print_table(head, lines):
-    """Print a Markdown table whose columns are aligned; return whether no line says NO."""
-    lines = list(lines)
-    if lines:
-        widths = [max(len(row[column]) for row in [head, *lines]) for column in range(len(head))]
-        for row in [head, tuple("-" * width for width in widths), *lines]:
-            print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
-        print()
-    return all(row[-1] != "NO" for row in lines)
-
-
-def run_programs():
-    """Run `PROGRAMS`, which print their tables; return whether every target holds."""
-    holds = True
-    for name in PROGRAMS:
-        print(f"{name}:", flush=True)
-        holds &= subprocess.run([sys.executable, "-m", name, "--gates"], cwd=HERE.parent).returncode == 0
-        print()
-    return holds
+            size = record["nbytes"] / 1e6
+            yield "wheel", f"{size:.2f} MB", "", "", "", f"<= {WHEEL_MB_MAX} MB", size <= WHEEL_MB_MAX
 
 
 def main():
@@ -148,8 +112,14 @@ def main():
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}:")
     print("median CPU time per item; the floor is C without checks, its loop inside C\n")
     head = ("operation", "kvpool", "C floor", "Python", "kvpool / floor", "target", "holds")
-    holds = print_table(head, [*time_lines(records), *fixed_lines(records)])
-    holds &= bool(arguments) or run_programs()
+    lines = [*time_lines(records), *fixed_lines(records)]
+    print(table(head, *([*cells, {None: "", True: "yes", False: "NO"}[held]] for *cells, held in lines)) + "\n")
+    holds = all(held is not False for *_, held in lines)
+    if not arguments:  # it has a table and gates of its own
+        print("benchmarks.eviction:", flush=True)
+        holds &= (
+            subprocess.run([sys.executable, "-m", "benchmarks.eviction", "--gates"], cwd=HERE.parent).returncode == 0
+        )
     print("every target holds" if holds else "A TARGET IS MISSED")
     sys.exit(1 if options.gates and not holds else 0)
 

@@ -19,7 +19,8 @@ from rich.console import Console
 import benchmarks.demo
 import kvpool
 from benchmarks.command import main as run_command
-from benchmarks.demo import command, models, occupancy, restart
+from benchmarks.demo import __main__ as command
+from benchmarks.demo import models, occupancy, restart
 from benchmarks.demo.settings import AllSettings
 from benchmarks.picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.adapters.mlx_lm import passes, tiny
