@@ -16,8 +16,6 @@ from benchmarks.gate import table
 
 HERE = Path(__file__).parent
 STEP_ROWS = (64, 256, 1024)
-IMPORT_MS_MAX = 150
-WHEEL_MB_MAX = 1.5
 
 # Row -> the most ns it may take, and the most times the floor's ns (None: no such target).
 LIMITS = {
@@ -28,8 +26,6 @@ LIMITS = {
         for step in ("decode step in order", "decode step and done")
         for rows in STEP_ROWS
     },
-    "decode step from C, 64 sequences": (900, 1.2),  # the floor is the core's own loop
-    "decode step and done from C, 64 sequences": (1_000, None),
     **{f"fork of 4k tokens, {children} a call": (500, None) for children in (1, 64)},
     **{f"close of 4k tokens, {children} a call": (700, None) for children in (1, 64)},
     "prefix hit per 1k tokens, 4k prompt, 1,024 blocks": (2_600, None),
@@ -43,7 +39,6 @@ LIMITS = {
     "prefix churn, per evicted block, 4,096 blocks": (1_000, None),
     "request: 2k prompt, half of it cached, 200 decode steps": (50_000, None),
 }
-OTHER_LINES = {"nbytes", "import", "index_nbytes"}  # they have lines of their own
 
 
 def run_benchmarks(arguments):
@@ -73,7 +68,7 @@ def time_lines(records):
     """Return the lines of the rows that are times beside baselines."""
     rows = {}
     for record in records:
-        if record["who"] in ("kvpool", "floor", "python") and not OTHER_LINES & record.keys():
+        if record["who"] in ("kvpool", "floor", "python") and "index_nbytes" not in record:
             rows.setdefault(record["row"], {})[record["who"]] = record["ns_per_item"]
     for row, ns in rows.items():
         if "kvpool" not in ns:
@@ -86,20 +81,12 @@ def time_lines(records):
         yield row, *cells, f"{ratio:.1f}x" if ratio else "", target, holds
 
 
-def fixed_lines(records):
-    """Return the lines of the import, the index and the wheel."""
-    ns = {record["import"]: record["ns_per_item"] / 1e6 for record in records if "import" in record}
-    if ns:
-        alone, ours = f"{ns['numpy'] - ns['nothing']:.0f} ms (numpy alone)", ns["kvpool"] - ns["nothing"]
-        target = f"<= {IMPORT_MS_MAX} ms"
-        yield "import kvpool, numpy included", f"{ours:.0f} ms", "", alone, "", target, ours <= IMPORT_MS_MAX
+def index_lines(records):
+    """Return the line of the index."""
     for record in records:
         if "index_nbytes" in record:
             nbytes, limit = record["index_nbytes"], record["limit_nbytes"]
             yield record["row"], f"{nbytes:.1f}", "", "", "", f"<= {limit}", nbytes <= limit
-        if "nbytes" in record:
-            size = record["nbytes"] / 1e6
-            yield "wheel", f"{size:.2f} MB", "", "", "", f"<= {WHEEL_MB_MAX} MB", size <= WHEEL_MB_MAX
 
 
 def main():
@@ -112,7 +99,7 @@ def main():
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}:")
     print("median CPU time per item; the floor is C without checks, its loop inside C\n")
     head = ("operation", "kvpool", "C floor", "Python", "kvpool / floor", "target", "holds")
-    lines = [*time_lines(records), *fixed_lines(records)]
+    lines = [*time_lines(records), *index_lines(records)]
     print(table(head, *([*cells, {None: "", True: "yes", False: "NO"}[held]] for *cells, held in lines)) + "\n")
     holds = all(held is not False for *_, held in lines)
     if not arguments:  # it has a table and gates of its own

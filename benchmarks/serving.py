@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,37 +150,12 @@ class Tick:
     blocks_in_use: int = 0
 
 
-class Server(Protocol):
-    """What `Run` drives."""
-
-    tokens: dict[int, list[int]]
-    """The answers, by the number of their request; they stay when the server is closed."""
-
-    def add(self, number: int, prompt: NDArray[np.int32], max_tokens: int) -> None:
-        """Take request `number` (0, 1, ...)."""
-        ...
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a tick would do something."""
-        ...
-
-    def tick(self) -> None:
-        """Do one step. This is what is timed."""
-        ...
-
-    def describe(self) -> Tick:
-        """Tell what the last step did. Not timed."""
-        ...
-
-    def settle(self) -> None:
-        """Finish what was begun ahead: it is this server's own time."""
-        ...
-
-
 @dataclass
 class Run:
     """A server with requests, and what it did with them.
+
+    A server has ``add(number, prompt, max_tokens)``, `is_busy`, ``tick()``, which is one step and timed, ``describe()``
+    of the last step, ``settle()``, which finishes what was begun ahead, and `tokens`, the answers by number.
 
     Attributes
     ----------
@@ -193,7 +168,7 @@ class Run:
         CPU seconds of each tick.
     """
 
-    server: Server
+    server: Any
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     wall: float = 0.0
@@ -262,7 +237,7 @@ class Run:
         return float(p99 / p50)
 
 
-def serve_side_by_side(servers: Sequence[Server], workload: Workload) -> list[Run]:
+def serve_side_by_side(servers: Sequence[Any], workload: Workload) -> list[Run]:
     """Let servers do the same work, in turns.
 
     The speed of a machine that others share changes from second to second; here it changes for everybody alike.

@@ -1,6 +1,6 @@
 """Show on this machine all that kvpool claims: the parts of ``kvpool demo``, and more of them, with a picture.
 
-The other parts: a server's occupancy, a shared prompt, attention, a long conversation, models whose layers differ, and
+The other parts: a server's occupancy, a shared prompt, a long conversation, models whose layers differ, and
 a server that is killed and started again.
 """
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 def all_parts() -> list[Part]:
     """Return the parts in the order they run, which is the order of the table."""
-    more = [models.SHARED_PROMPT, models.ATTENTION, models.CONVERSATION, models.LAYERS]
+    more = [models.SHARED_PROMPT, models.CONVERSATION, models.LAYERS]
     return [*demo.all_parts(), occupancy.PART, *more, restart.PART]
 
 
