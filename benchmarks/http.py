@@ -33,7 +33,7 @@ import numpy as np
 import kvpool
 from benchmarks.command import judged, main
 from benchmarks.gate import Gate, short, table
-from benchmarks.serving import Lengths
+from benchmarks.serving import lengths
 from kvpool.cli.console import CommandError, cpu_model
 
 SENT = {
@@ -88,8 +88,8 @@ class Shape:
         columns = (
             np.cumsum(for_arrivals.exponential(1 / self.rate, self.requests)).tolist(),
             for_texts.integers(0, self.systems, self.requests).tolist(),
-            Lengths.parse(self.user).draw(for_users, self.requests).tolist(),
-            Lengths.parse(self.output).draw(for_outputs, self.requests).tolist(),
+            lengths(for_users, self.user, self.requests).tolist(),
+            lengths(for_outputs, self.output, self.requests).tolist(),
         )
         return [Chat(at, systems[which], text(user), most) for at, which, user, most in zip(*columns, strict=True)]
 

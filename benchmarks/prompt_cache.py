@@ -3,7 +3,7 @@
 Conversations of a made-up agentic trace share a system prompt and take turns, few or many. All caches get the same
 calls; caches have one small layer, so bytes are counted and no model runs. mlx-lm's server keeps 10 sequences unless it
 is told otherwise; so `LRUPromptCache` plays with that limit, and with none. Then `fetch` of a long prompt beside one
-copy of its bytes by MLX, and `insert` of one more turn behind a long and a short prompt; lookups, and a miss of states
+copy of its bytes by MLX, and `insert` of one more turn behind a long and a short prompt, and a miss of states
 in a store.
 """
 
@@ -33,7 +33,6 @@ SERVER = 10  # sequences that mlx-lm's server keeps by default
 TOKEN_NBYTES = 1024  # a small model's
 LAYERS, HEADS, DIM = 4, 2, 64  # of the caches whose calls are timed: 4 KiB a token
 SHORT, LONG, TURN, ROUNDS = 1024, 32_768, 256, 15
-LOOKUPS = 100  # in a row
 
 
 def trace(turns: int, system_tokens: int) -> list[list[int]]:
@@ -144,20 +143,6 @@ def beside(turns: int, system_tokens: int, shares: tuple[int, ...]) -> list[Gate
     ]
 
 
-def looking_up(rng: np.random.Generator, length: int) -> Gate:
-    """CPU time of finding a prompt that is known, without the copy of its rows."""
-    prompts = PromptCache()
-    tokens, caches = conversation(rng, length)
-    prompts.insert(tokens, caches)
-    asked, spent = [*tokens.tolist(), 1], []
-    for _ in range(ROUNDS):
-        began = time.process_time()
-        for _ in range(LOOKUPS):
-            prompts._find(asked, b"")
-        spent.append((time.process_time() - began) / LOOKUPS)
-    return Gate(f"lookup of {length:,} tokens, a list", min(spent) * 1e6, None, at_most=True, unit="us")
-
-
 def missing(rng: np.random.Generator) -> Gate:
     """Time of a miss of each position of a prompt in a store of states alone."""
     state = ArraysCache(1)
@@ -172,8 +157,8 @@ def gates(args: argparse.Namespace) -> Iterator[Gate]:
     """Print the tables on stderr, and yield what has to hold."""
     rng = np.random.default_rng(SEED)
     yield from (*beside(*FEW, (1, 4)), *beside(*MANY, (1, 2)))
-    yield from (looking_up(rng, 2048), looking_up(rng, LONG), fetching(rng))
-    yield from (inserting(rng, False), inserting(rng, True), missing(rng))
+    yield from (fetching(rng), missing(rng))
+    yield from (inserting(rng, False), inserting(rng, True))
 
 
 if __name__ == "__main__":

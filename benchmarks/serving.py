@@ -64,49 +64,21 @@ class Workload:
         return max(len(prompt) + int(new) for prompt, new in zip(self.prompts, self.max_tokens, strict=True))
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """A distribution of lengths in tokens.
+def lengths(rng: np.random.Generator, text: str, count: int) -> NDArray[np.int64]:
+    """Return `count` lengths in tokens, int64 ``[count]``: all ``"64"``, or as ``"lognormal:MEDIAN:SIGMA:MAX"`` says.
 
-    ``fixed`` is always `first`; ``lognormal`` has the median `first` and the standard deviation `sigma` of its
-    logarithm, and is cut at `last`.
+    Raises
+    ------
+    ValueError
+        `text` is neither of them.
     """
-
-    kind: str
-    first: int
-    last: int
-    sigma: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> Lengths:
-        """Read ``"64"`` or ``"lognormal:64:0.8:512"``.
-
-        Raises
-        ------
-        ValueError
-            It is neither of them.
-        """
-        kind, _, rest = text.partition(":")
-        try:
-            if not rest:
-                found = cls("fixed", int(kind), int(kind))
-            else:
-                median, sigma, last = rest.split(":")
-                found = cls(kind, int(median), int(last), float(sigma))
-            if found.kind not in ("fixed", "lognormal"):
-                raise ValueError(kind)
-        except ValueError:
-            raise ValueError(f"{text}: lengths are N or lognormal:MEDIAN:SIGMA:MAX") from None
-        if not (1 <= found.first <= found.last < 2**31 and 0 <= found.sigma <= 10):
-            raise ValueError(f"{text}: lengths go from 1 up to 2^31 - 1, sigma from 0 to 10")
-        return found
-
-    def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Return `count` lengths, int64 ``[count]``."""
-        if self.kind == "fixed":
-            return np.full(count, self.first, np.int64)
-        drawn = np.exp(rng.normal(math.log(self.first), self.sigma, count))
-        return np.clip(np.rint(drawn), 1, self.last).astype(np.int64)
+    kind, _, rest = text.partition(":")
+    if not rest:
+        return np.full(count, int(kind))
+    if kind != "lognormal":
+        raise ValueError(f"{text}: lengths are N or lognormal:MEDIAN:SIGMA:MAX")
+    median, sigma, most = map(float, rest.split(":"))
+    return np.clip(np.rint(np.exp(rng.normal(math.log(median), sigma, count))), 1, most).astype(np.int64)
 
 
 def make_workload(
@@ -114,11 +86,11 @@ def make_workload(
 ) -> Workload:
     """Return random requests, with tokens below `vocab_size`; the lengths of prompts come on top of what they share."""
     _, for_prompts, for_outputs, for_tokens = np.random.default_rng(seed).spawn(4)
-    outputs = Lengths.parse(output).draw(for_outputs, requests)
+    outputs = lengths(for_outputs, output, requests)
     shared = for_tokens.integers(0, vocab_size, shared_prefix, np.int32)
     prompts = [
         np.concatenate([shared, for_tokens.integers(0, vocab_size, int(own), np.int32)])
-        for own in Lengths.parse(prompt).draw(for_prompts, requests)
+        for own in lengths(for_prompts, prompt, requests)
     ]
     return Workload(prompts, outputs, shared_prefix)
 
