@@ -54,7 +54,6 @@ class Floor:
         c.floor_new.restype = pool_p
         c.floor_new.argtypes = [INT32_P, i32, i32, i32, i32]
         c.floor_delete.argtypes = [pool_p]
-        c.floor_alloc.argtypes = c.floor_free.argtypes = [pool_p, INT32_P, i32]
         c.floor_alloc_free.argtypes = [pool_p, INT32_P, i32, INT32_P, INT32_P, INT32_P]
         c.floor_set_lengths.argtypes = [pool_p, INT32_P, i32]
         c.floor_steps.argtypes = [pool_p, INT32_P, i32, i32, i32, INT32_P]
@@ -67,14 +66,6 @@ class Floor:
 
     def __del__(self):
         self._c.floor_delete(self._pool)
-
-    def alloc(self, ids):
-        """Fill the int32 array `ids` with taken blocks."""
-        self._c.floor_alloc(self._pool, pointer(ids), len(ids))
-
-    def free(self, ids):
-        """Drop one reference of each block in the int32 array `ids`."""
-        self._c.floor_free(self._pool, pointer(ids), len(ids))
 
     def alloc_free(self, sizes, order):
         """Return a function that takes ``sizes[i]`` blocks for each i, then frees these groups in `order`."""

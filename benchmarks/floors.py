@@ -59,10 +59,9 @@ def pairs() -> dict[str, tuple[float, Callable[[], list[Case]]]]:
             case_of(bench_decode_fenced, size), case_of(bench_decode, size, "floor"),
         ]  # fmt: skip
     rows["step in order, 1024 rows"] = 1.5, lambda: [case_of(bench_decode, 1024, who) for who in ("kvpool", "floor")]
-    hit = (100_000, 4096)
     rows["prefix hit, 100,000 blocks"] = (
         2.5,
-        lambda: [case_of(bench_full_hit, who, *hit) for who in ("kvpool", "floor")],
+        lambda: [case_of(bench_full_hit, who, 100_000) for who in ("kvpool", "floor")],
     )
     for blocks in (10_000, 100_000):  # the floor is a pool without groups
         rows[f"prefix hit, 3 groups, {blocks:,} blocks"] = (
