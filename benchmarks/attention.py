@@ -218,14 +218,12 @@ def cases(parts: Sequence[str], dtypes: Sequence[str], sizes: Sequence[tuple[int
                 yield Case(name, nbytes_of(dtype, 1, PREFILL[1]), partial(prefill, dtype, n))
         else:
             for (batch, context), n in product(sizes, threads):
-                name, nbytes = (
-                    f"{part} {dtype} {batch} x {tokens(context)}, threads: {n}",
+                nbytes, name = (
                     nbytes_of(dtype, batch, context),
+                    f"{part} {dtype} {batch} x {tokens(context)}, threads: {n}",
                 )
-                run = partial(decode, dtype, batch, context, n, torch) if part == "decode" else partial(
-                    scored, dtype, batch, context, n
-                )  # fmt: skip
-                yield Case(name, nbytes * (2 if torch and part == "decode" else 1), run)
+                run = partial(decode, torch=torch) if part == "decode" else scored
+                yield Case(name, nbytes * (2 if torch else 1), partial(run, dtype, batch, context, n))
     for (batch, context), n in product(sizes, threads) if bits else ():
         nbytes = sum(nbytes_of(name, batch, context) for name in (BASELINE, *bits))
         name = f"quantized {batch} x {tokens(context)}, threads: {n}"
@@ -234,7 +232,7 @@ def cases(parts: Sequence[str], dtypes: Sequence[str], sizes: Sequence[tuple[int
         yield Case(f"quantized write {name}, threads: {n}", MOVED_NBYTES, partial(write, name, n))
 
 
-def decode(dtype: str, batch: int, context: int, n: int, torch: Any, go: Callable[..., Race]) -> Iterator[Row]:
+def decode(dtype: str, batch: int, context: int, n: int, go: Callable[..., Race], torch: Any) -> Iterator[Row]:
     """One query per sequence, beside a read of the same bytes and dense attention."""
     call = Call(dtype, batch, context, n)
     call.check()
@@ -438,8 +436,13 @@ QUANTIZED: dict[str, Limits] = {"8": (1.05, 0.95), "4": (1.05, None)}
 QUANTIZED_WRITE: Limits = (1.4, None)
 
 
-def decide(rows: Sequence[Row], parts: Sequence[str], dtypes: Sequence[str], bits: Sequence[str]) -> list[Gate]:
-    """Return the gates of everything that was asked for, measured or not. Portable C has none."""
+def decide(
+    rows: Sequence[Row], parts: Sequence[str], dtypes: Sequence[str], bits: Sequence[str], gain: bool
+) -> list[Gate]:
+    """Return the gates of everything that was asked for, measured or not. Portable C has none.
+
+    `gain`: so is one context on several threads.
+    """
     isa, gates = _kernels.default_isa(), list[Gate]()
     able = [row for row in rows if row.is_complete and row.repetitions >= REPETITIONS]
 
@@ -463,24 +466,25 @@ def decide(rows: Sequence[Row], parts: Sequence[str], dtypes: Sequence[str], bit
             limits = DECODE.get(isa, DECODE["avx2"])[dtype]
             add(f"decode {dtype}", "x read", limits, mine, lambda row: row.ratio)
             beside = [row for row in mine if row.torch is not None]
-            faster: Any = lambda row: row.torch / row.best  # noqa: E731
-            add(f"decode {dtype} against torch", "x faster", TORCH, beside, faster, at_most=False)
+            name = f"decode {dtype} against torch"
+            add(name, "x faster", TORCH, beside, lambda row: (row.torch or 0) / row.best, at_most=False)
         elif part == "prefill":
             add(f"prefill {dtype}", "% of sgemm", OF_SGEMM, mine, lambda row: 100 / row.ratio, at_most=False)
         elif part == "scores":
             mine = [row for row in mine if row.context >= SCORES_CONTEXT]
-            ratio: Callable[[Row], float] = lambda row: row.median / row.yardstick_median  # noqa: E731
-            add(f"decode with raw scores {dtype}", "x without", RAW_SCORES, mine, ratio)
+            name = f"decode with raw scores {dtype}"
+            add(name, "x without", RAW_SCORES, mine, lambda row: row.median / row.yardstick_median)
         else:
             limits = WRITE[dtype] if part == "write" else COPY
             add(f"{part} {dtype}", "x memcpy", limits, mine, lambda row: row.ratio)
-    if "decode" in parts and "float32" in dtypes:  # the only one whose K and V of one context of 16k exceed caches
+    if (
+        gain and "decode" in parts and "float32" in dtypes
+    ):  # the only one whose K and V of one context of 16k exceed caches
         alone = {row.threads: row for row in able if (row.part, row.dtype) == ("decode", "float32")
                  and (row.batch, row.context) == (1, NUM_TOKENS)}  # fmt: skip
         more = [row for n, row in alone.items() if n > 1 and 1 in alone]
-        if more:
-            gain: Callable[[Row], float] = lambda row: alone[1].ratio / row.ratio  # noqa: E731
-            add("decode of one sequence, more threads", "x gain of the read", GAIN, more, gain, at_most=False)
+        name = "decode of one sequence, more threads"
+        add(name, "x gain of the read", GAIN, more, lambda row: alone[1].ratio / row.ratio, at_most=False)
     return [] if isa == "portable" else gates
 
 
@@ -512,7 +516,7 @@ def run(args: argparse.Namespace) -> int:
                 raise CommandError(f"a result is wrong, its time means nothing: {error}") from None
             except MemoryError:
                 raise CommandError("not enough memory: choose a smaller --max-memory") from None
-    gates = decide(rows, parts, dtypes, bits)
+    gates = decide(rows, parts, dtypes, bits, (1, NUM_TOKENS) in sizes and max(threads) > 1)
     machine = {"cpu": cpu_model(), "isa": _kernels.default_isa(), "torch": torch and torch.__version__}
     if args.json:
         told = {"rows": [row.as_json() for row in rows], "gates": [gate.as_json() for gate in gates]}
