@@ -8,13 +8,12 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import numpy as np
 
 import kvpool
-from benchmarks.baselines import BUILD, HERE, load_c
+from benchmarks.baselines import BUILD, HERE, alternate, load_c
 from benchmarks.command import main
 from benchmarks.gate import Gate
 
@@ -81,16 +80,8 @@ def loop(who, steps=STEPS, *, in_order=True):
 
 def time_ratio(rounds=40):
     """Return the capsule's time over the core's, of the best rounds; the two take turns."""
-    loops = {who: loop(who)[0] for who in LOOPS}
-    best = dict.fromkeys(LOOPS, float("inf"))
-    for run in loops.values():
-        run()
-    for _ in range(rounds):
-        for who, run in loops.items():
-            start = time.thread_time_ns()
-            run()
-            best[who] = min(best[who], time.thread_time_ns() - start)
-    return best["capsule"] / best["core"]
+    capsule, core = alternate([(loop(who)[0], 1, None) for who in LOOPS], rounds)
+    return capsule / core
 
 
 def gates(_args):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.baselines import Case, alternate
 from benchmarks.bench_alloc import bench_bulk
 from benchmarks.bench_fork import CHILDREN, bench_children
 from benchmarks.bench_prefix import bench_full_hit, bench_hit_of_groups
@@ -20,7 +20,6 @@ from benchmarks.command import main
 from benchmarks.gate import Gate
 
 OPTIONS = {"rounds": (ROUNDS - 4, f"of each, at most {ROUNDS - 4}, and at least 3")}
-Case = tuple[Callable[[], Any], float, Callable[[], Any] | None]
 
 
 def case_of(bench: Callable[..., None], *args: Any) -> Case:
@@ -34,21 +33,6 @@ def case_of(bench: Callable[..., None], *args: Any) -> Case:
 
     bench(note, *args)
     return found[0]
-
-
-def alternate(cases: Sequence[Case], rounds: int) -> list[float]:
-    """Return the least time per item of each case, in nanoseconds of this thread's CPU time."""
-    least = [float("inf")] * len(cases)
-    for k in range(rounds):
-        for i, (run, items, setup) in enumerate(cases):
-            if setup is not None:
-                setup()
-            start = time.thread_time_ns()
-            run()
-            taken = (time.thread_time_ns() - start) / items
-            if k >= 2:  # the first ones warm up
-                least[i] = min(least[i], taken)
-    return least
 
 
 def pairs() -> dict[str, tuple[float, Callable[[], list[Case]]]]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
+from benchmarks.baselines import seconds
 from benchmarks.command import main
 from benchmarks.gate import table
 from kvpool import Plan, Pool
@@ -21,11 +23,7 @@ ROUNDS = 3
 OPTIONS = {"blocks": ("100000,1000000", "of the pools")}
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """CPU time of one call in this thread; reading and copying its arguments is in it."""
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
+took = partial(seconds, clock=time.thread_time)  # reading and copying the arguments is in it
 
 
 def calls(num_blocks: int) -> Iterator[tuple[str, float]]:
@@ -34,23 +32,23 @@ def calls(num_blocks: int) -> Iterator[tuple[str, float]]:
     with Pool(num_blocks, BLOCK_SIZE, max_seqs=4, max_blocks_per_seq=num_blocks, prefix_cache=True, seed=1) as pool:
         plan = Plan(pool, 1, max_tokens=len(tokens), formats=("seq_lens",))
         handle = pool.open(0)
-        yield "step", seconds(lambda: pool.step(plan, [handle], len(tokens)))
-        yield "done", seconds(lambda: pool.done(plan))
-        yield "commit", seconds(lambda: pool.prefix.commit(handle, tokens))
-        yield "fork", seconds(lambda: pool.fork(handle))
-        yield "match", seconds(lambda: pool.prefix.match(tokens))
-        yield "check", seconds(pool.check)
-        yield "fingerprint", seconds(pool.fingerprint)
+        yield "step", took(lambda: pool.step(plan, [handle], len(tokens)))
+        yield "done", took(lambda: pool.done(plan))
+        yield "commit", took(lambda: pool.prefix.commit(handle, tokens))
+        yield "fork", took(lambda: pool.fork(handle))
+        yield "match", took(lambda: pool.prefix.match(tokens))
+        yield "check", took(pool.check)
+        yield "fingerprint", took(pool.fingerprint)
         pool.reset()
         handle = pool.open(0)
         pool.step(plan, [handle], len(tokens))
         pool.done(plan)
         pool.prefix.commit(handle, tokens)
-        yield "close", seconds(lambda: pool.close(handle))
-        yield "open", seconds(lambda: pool.open(tokens))
+        yield "close", took(lambda: pool.close(handle))
+        yield "open", took(lambda: pool.open(tokens))
         pool.close(pool.open(tokens))
-        yield "flush", seconds(pool.prefix.flush)
-        yield "reset", seconds(pool.reset)
+        yield "flush", took(pool.prefix.flush)
+        yield "reset", took(pool.reset)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -21,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, LRUPromptCache
 
+from benchmarks.baselines import seconds
 from benchmarks.command import main
 from benchmarks.gate import Gate, table
 from kvpool.adapters.prompt_cache import PromptCache
@@ -61,13 +61,6 @@ def play(prompts: Any, requests: list[list[int]]) -> tuple[int, int]:
         prompts.insert_cache("model", tokens, [cache])
         most = max(most, prompts.nbytes)
     return hits, most
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Time of one call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def conversation(rng: np.random.Generator, length: int) -> tuple[np.ndarray, list[KVCache]]:

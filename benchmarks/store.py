@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks import serving_lm as lm
+from benchmarks.baselines import seconds
 from benchmarks.command import main
 from benchmarks.gate import Gate
 from kvpool.adapters.mlx_lm import Engine
@@ -47,13 +48,6 @@ def evict(files: list[str]) -> None:
         os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 class Timed:
