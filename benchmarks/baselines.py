@@ -9,7 +9,10 @@ import os
 import shlex
 import subprocess
 import sysconfig
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +38,31 @@ def pointer(array: np.ndarray) -> "ctypes._Pointer[ctypes.c_int32]":
     return array.ctypes.data_as(INT32_P)
 
 
+def seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Time of one call."""
+    start = clock()
+    call()
+    return clock() - start
+
+
+Case = tuple[Callable[[], Any], float, Callable[[], Any] | None]  # a round, its items, what is done before it
+
+
+def alternate(cases: Sequence[Case], rounds: int) -> list[float]:
+    """Return the least time per item of each case, in nanoseconds of this thread's CPU time."""
+    least = [float("inf")] * len(cases)
+    for k in range(rounds):
+        for i, (run, items, setup) in enumerate(cases):
+            if setup is not None:
+                setup()
+            start = time.thread_time_ns()
+            run()
+            taken = (time.thread_time_ns() - start) / items
+            if k >= 2:  # the first ones warm up
+                least[i] = min(least[i], taken)
+    return least
+
+
 class Floor:
     """The C floor's pool. Every method is one ctypes call; the loop over operations is in C.
 
@@ -54,7 +82,6 @@ class Floor:
         c.floor_new.restype = pool_p
         c.floor_new.argtypes = [INT32_P, i32, i32, i32, i32]
         c.floor_delete.argtypes = [pool_p]
-        c.floor_alloc.argtypes = c.floor_free.argtypes = [pool_p, INT32_P, i32]
         c.floor_alloc_free.argtypes = [pool_p, INT32_P, i32, INT32_P, INT32_P, INT32_P]
         c.floor_set_lengths.argtypes = [pool_p, INT32_P, i32]
         c.floor_steps.argtypes = [pool_p, INT32_P, i32, i32, i32, INT32_P]
@@ -67,14 +94,6 @@ class Floor:
 
     def __del__(self):
         self._c.floor_delete(self._pool)
-
-    def alloc(self, ids):
-        """Fill the int32 array `ids` with taken blocks."""
-        self._c.floor_alloc(self._pool, pointer(ids), len(ids))
-
-    def free(self, ids):
-        """Drop one reference of each block in the int32 array `ids`."""
-        self._c.floor_free(self._pool, pointer(ids), len(ids))
 
     def alloc_free(self, sizes, order):
         """Return a function that takes ``sizes[i]`` blocks for each i, then frees these groups in `order`."""

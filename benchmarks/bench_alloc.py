@@ -1,7 +1,5 @@
 """Block-level alloc and free on a pool of 100,000 blocks in shuffled order."""
 
-from itertools import repeat
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ from kvpool.cli.bench.allocator import PlainAllocator
 NUM_BLOCKS = 100_000
 CALLS = 256
 BULK = "alloc+free, 1..64 blocks a call"
-SINGLE_CALLS = 2000
 SEED = 20261121
 
 
@@ -57,29 +54,3 @@ def bench_bulk(measure, who):
                 free(ids)
 
     measure(run, int(sizes.sum()), row=BULK, who=who)
-
-
-@pytest.mark.parametrize("verb", ["alloc", "free"])
-@pytest.mark.parametrize("who", ["kvpool", "floor", "python"])
-@pytest.mark.benchmark(group="one block a call")
-def bench_single(measure, who, verb):
-    if who == "floor":
-        floor, ids = Floor(NUM_BLOCKS), np.empty(SINGLE_CALLS, np.int32)
-        actions = {"alloc": lambda: floor.alloc(ids), "free": lambda: floor.free(ids)}
-    else:
-        blocks = shuffled_pool().blocks if who == "kvpool" else PlainAllocator(NUM_BLOCKS)
-        alloc, free, taken = blocks.alloc, blocks.free, []
-
-        def alloc_each():
-            taken[:] = [alloc() for _ in repeat(None, SINGLE_CALLS)]
-
-        def free_each():
-            for block in taken:
-                free(block)
-
-        actions = {"alloc": alloc_each, "free": free_each}
-    run = actions.pop(verb)
-    (undo,) = actions.values()
-    if verb == "alloc":
-        run()
-    measure(run, SINGLE_CALLS, row=f"{verb}, one block a call", who=who, setup=undo)

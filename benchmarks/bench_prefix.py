@@ -18,16 +18,11 @@ THOUSAND = 1000
 SEED = 20261121
 VOCABULARY = 128_000
 LOOKUPS = 4  # per round; so many prompts are held at a time, and the smallest pool has no more
-PLACES = [(1_024, 4_096), (100_000, 4_096), (100_000, 32_768), (1_000_000, 4_096), (1_000_000, 32_768)]
+PROMPT, SIZES = 4_096, (1_024, 100_000, 1_000_000)  # tokens, blocks of the pool
 CHURN_BLOCKS = 4_096
 SHARED = 1_024  # tokens of the system prompt in the churn
 INDEX_BLOCKS = 100_000
 GROUPS = {"one": None, "three": [kvpool.Group.full(), kvpool.Group.window(128), kvpool.Group.state(16, blocks=3)]}
-
-
-def size_name(num_blocks, prompt_len):
-    """Return a pool and a prompt in words."""
-    return f"{prompt_len // 1024}k prompt, {num_blocks:,} blocks"
 
 
 def random_prompts(rng, count, prompt_len):
@@ -102,22 +97,22 @@ class Lines:
 
 
 @pytest.mark.benchmark(group="full hit")
-@pytest.mark.parametrize(("num_blocks", "prompt_len"), PLACES)
+@pytest.mark.parametrize("num_blocks", SIZES)
 @pytest.mark.parametrize("who", ["kvpool", "floor"])
-def bench_full_hit(measure, who, num_blocks, prompt_len):
+def bench_full_hit(measure, who, num_blocks):
     """Hash, look up, prove and hold every block of a cached prompt."""
-    name = f"prefix hit per 1k tokens, {size_name(num_blocks, prompt_len)}"
-    items = LOOKUPS * prompt_len / THOUSAND
+    name = f"prefix hit per 1k tokens, 4k prompt, {num_blocks:,} blocks"
+    items = LOOKUPS * PROMPT / THOUSAND
     if who == "floor":
         lines, rng = Lines(num_blocks), np.random.default_rng(SEED)
-        prompts = random_prompts(rng, num_blocks * BLOCK_SIZE // prompt_len, prompt_len)
+        prompts = random_prompts(rng, num_blocks * BLOCK_SIZE // PROMPT, PROMPT)
         for k, prompt in enumerate(prompts):
             lines.store(k, prompt)()
-        assert all(lines.equal(k, prompt)() == prompt_len // BLOCK_SIZE for k, prompt in enumerate(prompts))
+        assert all(lines.equal(k, prompt)() == PROMPT // BLOCK_SIZE for k, prompt in enumerate(prompts))
         calls = itertools.cycle([lines.equal(k, prompt) for k, prompt in enumerate(prompts)])
         measure(lambda: [next(calls)() for _ in range(LOOKUPS)], items, row=name, who=who)
         return
-    measure_hits(measure, Cache(num_blocks, prompt_len), name, items)
+    measure_hits(measure, Cache(num_blocks, PROMPT), name, items)
 
 
 def measure_hits(measure, cache, name, items):
@@ -148,24 +143,24 @@ def bench_hit_of_groups(measure, groups, num_blocks):
 
 
 @pytest.mark.benchmark(group="insert at full churn")
-@pytest.mark.parametrize(("num_blocks", "prompt_len"), [place for place in PLACES if place[1] == 4_096])
+@pytest.mark.parametrize("num_blocks", SIZES)
 @pytest.mark.parametrize("who", ["kvpool", "floor"])
-def bench_insert(measure, who, num_blocks, prompt_len):
+def bench_insert(measure, who, num_blocks):
     """A new prompt in a full pool: a miss, an eviction for every block, and every block inserted."""
-    name = f"prefix insert per 1k tokens, {size_name(num_blocks, prompt_len)}"
-    items = LOOKUPS * prompt_len / THOUSAND
+    name = f"prefix insert per 1k tokens, 4k prompt, {num_blocks:,} blocks"
+    items = LOOKUPS * PROMPT / THOUSAND
     if who == "floor":
         lines = Lines(num_blocks)
-        prompts = random_prompts(np.random.default_rng(SEED), 2 * LOOKUPS, prompt_len)
-        places = num_blocks * BLOCK_SIZE // prompt_len
+        prompts = random_prompts(np.random.default_rng(SEED), 2 * LOOKUPS, PROMPT)
+        places = num_blocks * BLOCK_SIZE // PROMPT
         calls = itertools.cycle([lines.store(k, prompts[k % len(prompts)]) for k in range(places)])
         measure(lambda: [next(calls)() for _ in range(LOOKUPS)], items, row=name, who=who)
         return
-    cache, new = Cache(num_blocks, prompt_len), []
+    cache, new = Cache(num_blocks, PROMPT), []
     serve = cache.serve
 
     def new_prompts():
-        new[:] = list(random_prompts(cache.rng, LOOKUPS, prompt_len))
+        new[:] = list(random_prompts(cache.rng, LOOKUPS, PROMPT))
 
     def insert():
         for prompt in new:
@@ -173,17 +168,17 @@ def bench_insert(measure, who, num_blocks, prompt_len):
 
     before = cache.pool.prefix.stats().evicted
     measure(insert, items, row=name, who=who, setup=new_prompts)
-    assert (cache.pool.prefix.stats().evicted - before) % (LOOKUPS * prompt_len // BLOCK_SIZE) == 0
+    assert (cache.pool.prefix.stats().evicted - before) % (LOOKUPS * PROMPT // BLOCK_SIZE) == 0
 
 
 @pytest.mark.benchmark(group="miss")
 def bench_miss(measure):
     """A prompt whose first block is unknown; the time is that of the call."""
-    cache = Cache(100_000, 4_096)
+    cache = Cache(100_000, PROMPT)
     match, unknown = cache.pool.prefix.match, []
 
     def new_prompts():
-        unknown[:] = list(random_prompts(cache.rng, 64, 4_096))
+        unknown[:] = list(random_prompts(cache.rng, 64, PROMPT))
 
     def look_up():
         for prompt in unknown:
@@ -195,18 +190,18 @@ def bench_miss(measure):
 @pytest.mark.benchmark(group="list")
 def bench_list(measure):
     """The same with lists of int in place of arrays: nearly all of it is the checked conversion."""
-    cache = Cache(1_024, 4_096)
+    cache = Cache(1_024, PROMPT)
     match, unknown = cache.pool.prefix.match, []
 
     def new_prompts():
-        unknown[:] = random_prompts(cache.rng, 8, 4_096).tolist()  # as from a tokenizer: new, still in cache
+        unknown[:] = random_prompts(cache.rng, 8, PROMPT).tolist()  # as from a tokenizer: new, still in cache
 
     def look_up():
         for prompt in unknown:
             match(prompt)
 
     name = "prompt as a list, per 1k tokens"
-    measure(look_up, 8 * 4_096 / THOUSAND, row=name, who="kvpool", setup=new_prompts)
+    measure(look_up, 8 * PROMPT / THOUSAND, row=name, who="kvpool", setup=new_prompts)
 
 
 @pytest.mark.benchmark(group="churn")

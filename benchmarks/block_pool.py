@@ -9,18 +9,19 @@ call, as hashes of requests are. ``--gates``: exit status 1 where kvpool is less
 10 times for 100.
 """
 
-import argparse
 import gc
-import json
 import random
 import sys
 import time
 
 from benchmarks import vllm_source
-from benchmarks.gate import Gate, as_text, held
+from benchmarks.command import main
+from benchmarks.gate import Gate
 from kvpool.adapters.block_pool import BlockPool
+from kvpool.cli.console import CommandError
 
 NUM_BLOCKS, PER_TURN, SIZES, SEED = 4_097, 2_000, (1, 100), 20261121
+OPTIONS = {"rounds": (200, "turns of each side")}
 TIMES_MIN = {1: 2, 100: 10}
 ONE_KEY = "lookup, nothing found"  # looks at one key, however many there are
 
@@ -169,30 +170,17 @@ def measure(modules, rounds, sizes=SIZES):
     return best
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.block_pool", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--gates", action="store_true")
-    asked = parser.parse_args()
+def gates(asked):
+    """Yield a gate for each call and number of blocks."""
     source = vllm_source.load()
     if source is None:
-        raise SystemExit(f"[benchmarks.block_pool] {vllm_source.ABSENT}")
-    best = measure(source[:2], max(asked.rounds, 4))
-    gates = []
-    for row, sizes in best.items():
+        raise CommandError(vllm_source.ABSENT)
+    for row, sizes in measure(source[:2], max(asked.rounds, 4)).items():
         for size, ns in sizes.items():
             note = f"{ns['kvpool']:.1f} against {ns['vLLM']:.1f} ns"
             least = TIMES_MIN[1 if row == ONE_KEY else size]
-            gates.append(Gate(f"{row}, blocks: {size}", ns["vLLM"] / ns["kvpool"], least, note=note, unit="x"))
-    if asked.json:
-        print(json.dumps(best))
-    else:
-        print(f"CPU ns of a call, the best of {asked.rounds} turns; vLLM {source[2]}, Python {sys.version.split()[0]}")
-        print(as_text(gates))
-    if asked.gates and not held(gates):
-        sys.exit(1)
+            yield Gate(f"{row}, blocks: {size}", ns["vLLM"] / ns["kvpool"], least, note=note, unit="x")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,6 +19,7 @@ from benchmarks.baselines import load_c
 
 ROOT = Path(__file__).resolve().parent.parent
 
+
 def marks() -> ctypes.CDLL:
     """The functions that a counted program calls."""
     return load_c("counting")

@@ -1,4 +1,4 @@
-/* Decode steps from C, through the table of functions: what bench_capi.py measures. The caller holds the GIL. */
+/* Decode steps from C, through the table of functions: what capi_loops.py measures. The caller holds the GIL. */
 #include "../kvpool/include/kvpool.h"
 
 int capi_steps(const kvpool_api *kv, kvpool_pool *pool, kvpool_plan *plan, const int64_t *handles, int64_t rows,

@@ -1,25 +1,21 @@
-"""Two loops of decode steps: from C through the capsule, and the core's own. Built when they are asked for.
-
-``python -m benchmarks.capi_loops``: how many times the instructions and the time of the second the first takes.
-"""
+"""Two loops of decode steps: from C through the capsule, and the core's own. Built when they are asked for."""
 
 import ctypes
 import functools
 import importlib.util
-import json
 import os
 import shlex
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import numpy as np
 
 import kvpool
-from benchmarks.baselines import BUILD, HERE, load_c
-from benchmarks.callgrind import counted, is_here, marks
+from benchmarks.baselines import BUILD, HERE, alternate, load_c
+from benchmarks.command import main
+from benchmarks.gate import Gate
 
 ROWS, STEPS = 64, 256
 BLOCK_SIZE = 16
@@ -84,41 +80,14 @@ def loop(who, steps=STEPS, *, in_order=True):
 
 def time_ratio(rounds=40):
     """Return the capsule's time over the core's, of the best rounds; the two take turns."""
-    loops = {who: loop(who)[0] for who in LOOPS}
-    best = dict.fromkeys(LOOPS, float("inf"))
-    for run in loops.values():
-        run()
-    for _ in range(rounds):
-        for who, run in loops.items():
-            start = time.thread_time_ns()
-            run()
-            best[who] = min(best[who], time.thread_time_ns() - start)
-    return best["capsule"] / best["core"]
+    capsule, core = alternate([(loop(who)[0], 1, None) for who in LOOPS], rounds)
+    return capsule / core
 
 
-def instruction_counts():
-    """Return instructions per step of both loops, or None without valgrind."""
-    if not is_here():
-        return None
-    fixed = {"PYTHONHASHSEED": "0", "PYTHONMALLOC": "malloc"}
-    return {who: counted("-m", "benchmarks.capi_loops", who, **fixed)["loop"][0] / STEPS for who in LOOPS}
-
-
-def count(who):
-    """Let callgrind count one run of a loop, after one that it does not count."""
-    (run, _), count = loop(who), marks()
-    run()
-    count.count_prepare()
-    count.count_toggle()
-    run()
-    count.count_toggle()
-    count.count_dump(b"loop")
+def gates(_args):
+    """Yield the time of the capsule's loop over that of the core's."""
+    yield Gate("decode step from C / the core's own", time_ratio(), 1.2, at_most=True, unit="x")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        count(sys.argv[1])
-    else:
-        counts = instruction_counts()
-        ratio = counts and round(counts["capsule"] / counts["core"], 4)
-        print(json.dumps({"instructions per step": counts, "ratio": ratio, "time ratio": round(time_ratio(), 4)}))
+    sys.exit(main())

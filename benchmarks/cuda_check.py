@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from benchmarks import beside_dense
 from kvpool.protocol import StepArrays
 from kvpool.spec import KVSpec
 
@@ -123,36 +123,9 @@ def timed(name: str, rows: int, context: int, queries: int) -> str:
     """One line of `speed`."""
     from kvpool_backends.mlx import MLXBackend
 
-    spec, width = KVSpec(LAYERS, KV_HEADS, DIM, "bfloat16", 16), context // 16
-    backend: Any = MLXBackend(spec, rows * width)
-    table = np.random.default_rng(0).permutation(rows * width).reshape(rows, width)
-    plan = StepArrays(table, np.full(rows, context), queries * np.arange(rows + 1))
-    q = mx.random.normal((rows * queries, HEADS, DIM)).astype(mx.bfloat16)
-    shape = rows, KV_HEADS, context, DIM
-    dense = [[mx.random.normal(shape).astype(mx.bfloat16) for _ in "kv"] for _ in range(LAYERS)]
-    queries_first = q.reshape(rows, queries, HEADS, DIM).swapaxes(1, 2)
-    mx.eval(q, queries_first, dense)
-
-    def ours() -> None:
-        step = backend.prepare(plan)
-        mx.eval([backend.attend(step, layer, q) for layer in range(LAYERS)])
-
-    def theirs() -> None:
-        attend = partial(mx.fast.scaled_dot_product_attention, scale=DIM**-0.5, mask="causal" if queries > 1 else None)
-        mx.eval([attend(queries_first, k, v) for k, v in dense])
-
-    mine, other = median(ours), median(theirs)
+    backend = MLXBackend(KVSpec(LAYERS, KV_HEADS, DIM, "bfloat16", 16), rows * context // 16)
+    mine, other = beside_dense.seconds(backend, rows, context, queries, HEADS // KV_HEADS)
     return f"{name:34}{1e3 * mine:9.2f}{1e3 * other:9.2f}{mine / other:7.2f}"
-
-
-def median(run: Callable[[], None]) -> float:
-    """Seconds of one of twenty runs, after three that are not counted."""
-    times = []
-    for _ in range(23):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[3:]))
 
 
 # ---------------------------------------------------------------------------------------------- command

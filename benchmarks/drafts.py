@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +19,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.serving.lm import load
+from benchmarks.command import main
+from benchmarks.gate import table
+from benchmarks.serving_lm import load
 from kvpool.adapters.mlx_lm import DraftModel, Engine, PromptLookup
 from kvpool.adapters.mlx_lm.drafts import Trust
 from kvpool.scheduler import Decoding
@@ -26,7 +29,10 @@ from kvpool.scheduler import Decoding
 BLOCKS = 2000
 PROMPT = 64
 SHARES = (1.0, 0.9, 0.7, 0.5, 0.0)
-COLUMNS = "| drafts        | accepted of drafted | tokens per row and step | CPU s | speed |"
+OPTIONS = {
+    **{"model": ("tiny", "tiny or medium"), "drafts": (4, "tokens guessed in one step, at most")},
+    **{"max-tokens": (128, "tokens of each answer"), "rounds": (3, "runs of each row; the fastest counts")},
+}
 
 
 class Known:
@@ -94,7 +100,7 @@ def rows_of(model: Any, num_drafts: int, answers: list[Any]) -> dict[str, Callab
     return rows
 
 
-def run(model: Any, streams: int, args: argparse.Namespace) -> None:
+def measure(model: Any, streams: int, args: argparse.Namespace) -> None:
     """Print the table of so many streams."""
     prompts = np.random.default_rng(7).integers(int(model.args.vocab_size), size=(streams, PROMPT)).tolist()
     _, _, answers = measured(model, None, prompts, args.max_tokens)
@@ -106,27 +112,21 @@ def run(model: Any, streams: int, args: argparse.Namespace) -> None:
             spent, counts[name], tokens = measured(model, make(), prompts, args.max_tokens)
             assert all(map(np.array_equal, tokens, answers)), f"{name}: other tokens"
             seconds[name] = min(spent, seconds.get(name, spent))
-    print(f"\n{args.model}, {streams} streams, {args.drafts} drafts at most\n\n{COLUMNS}")
-    print("|" + "|".join("-" * len(column) for column in COLUMNS.split("|")[1:-1]) + "|")
+    lines: list[tuple[object, ...]] = [("drafts", "accepted of drafted", "tokens per row and step", "CPU s", "speed")]
     for name, found in counts.items():
         each = found.sampled_tokens / max(1, found.sampled_tokens - found.accepted_tokens)
-        share = f"{found.accepted_tokens} of {found.drafted_tokens}"
-        speed = f"{seconds['none'] / seconds[name]:4.2f}x"
-        print(f"| {name:13} | {share:>19} | {each:23.2f} | {seconds[name]:5.2f} | {speed} |")
+        share, speed = f"{found.accepted_tokens} of {found.drafted_tokens}", seconds["none"] / seconds[name]
+        lines.append((name, share, f"{each:.2f}", f"{seconds[name]:.2f}", f"{speed:.2f}x"))
+    print(f"\n{args.model}, {streams} streams, {args.drafts} drafts at most\n\n{table(*lines)}")
 
 
-def main() -> None:
+def run(args: argparse.Namespace) -> int:
     """Print one table for each number of streams."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="tiny", help="tiny or medium (default: tiny)")
-    parser.add_argument("--drafts", type=int, default=4, help="tokens guessed in one step, at most (default: 4)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer (default: 128)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each row; the fastest counts (default: 3)")
-    args = parser.parse_args()
     model = circling(load(args.model)[0])
     for streams in (1, 8):
-        run(model, streams, args)
+        measure(model, streams, args)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,14 +1,10 @@
 """What an eviction policy takes of a decode step: a batch under mlx-lm's engine, on a llama with random weights.
 
-    python -m benchmarks.eviction [--model medium] [--rows 4] [--tokens 512] [--steps 128] [--json] [--gates]
-
 Every row holds as many tokens as its budget, so that each evicts once in `slack` steps. The policy's share is the time
 inside it, what it has seen taken over, what leaves chosen and moved; scores are exported by the attention kernel, whose
-part `benchmarks.attention --part scores` measures. ``--gates``: exit status 1 where the share is above its bound.
+part `benchmarks.attention --part scores` measures.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -16,8 +12,9 @@ import time
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 
-from benchmarks.gate import Gate, as_text, held
-from benchmarks.serving import lm
+from benchmarks import serving_lm as lm
+from benchmarks.command import main
+from benchmarks.gate import Gate
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.eviction import H2O, BlockEviction, SlidingWindow
@@ -25,6 +22,10 @@ from kvpool.eviction import H2O, BlockEviction, SlidingWindow
 SHARE_MAX = 0.05
 PASSES = 3
 SEED = 1
+OPTIONS = {
+    **{"model": ("medium", "a llama"), "rows": (4, "sequences"), "tokens": (512, "of each")},
+    "steps": (128, "that are measured"),
+}
 
 
 def policies(budget):
@@ -81,7 +82,7 @@ def decode(model, policy, rows, tokens, steps):
         return (time.perf_counter() - begin) / steps, watch.seconds / steps
 
 
-def measure(options):
+def gates(options):
     """A gate for each policy, medians of the passes; policies take turns."""
     model, _ = lm.load(options.model)
     sizes = options.rows, options.tokens, options.steps
@@ -94,25 +95,6 @@ def measure(options):
         step = statistics.median(step for step, _ in times[name])
         share = statistics.median(inside / step for step, inside in times[name])
         yield Gate(name, share, SHARE_MAX, at_most=True, note=f"{step * 1e3:.2f} ms a step")
-
-
-def main(argv=None):
-    """Print the table; 1 if a gate is asked for and missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction", description=__doc__)
-    parser.add_argument("--model", default="medium")
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=128)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--gates", action="store_true")
-    options = parser.parse_args(argv)
-    gates = list(measure(options))
-    if options.json:
-        print(json.dumps([gate.as_json() for gate in gates], indent=1))
-    else:
-        print(f"decode of {options.rows} x {options.tokens} tokens, {options.model}: share of the policy in a step")
-        print(as_text(gates))
-    return int(options.gates and not held(gates))
 
 
 if __name__ == "__main__":

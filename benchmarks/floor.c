@@ -59,11 +59,11 @@ static inline void drop(Floor *pool, int32_t block) {
     if (--pool->refcounts[block] == 0) pool->free_stack[pool->num_free++] = block;
 }
 
-void floor_alloc(Floor *pool, int32_t *ids, int32_t n) {
+static void floor_alloc(Floor *pool, int32_t *ids, int32_t n) {
     for (int32_t i = 0; i < n; i++) ids[i] = take(pool);
 }
 
-void floor_free(Floor *pool, const int32_t *ids, int32_t n) {
+static void floor_free(Floor *pool, const int32_t *ids, int32_t n) {
     for (int32_t i = 0; i < n; i++) drop(pool, ids[i]);
 }
 

@@ -7,17 +7,19 @@ less than the medians of runs that are minutes apart.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.baselines import Case, alternate
 from benchmarks.bench_alloc import bench_bulk
 from benchmarks.bench_fork import CHILDREN, bench_children
 from benchmarks.bench_prefix import bench_full_hit, bench_hit_of_groups
 from benchmarks.bench_step import ROUNDS, bench_decode, bench_decode_fenced
-from benchmarks.gate import Gate, as_text, held
+from benchmarks.command import main
+from benchmarks.gate import Gate
 
-Case = tuple[Callable[[], Any], float, Callable[[], Any] | None]
+OPTIONS = {"rounds": (ROUNDS - 4, f"of each, at most {ROUNDS - 4}, and at least 3")}
 
 
 def case_of(bench: Callable[..., None], *args: Any) -> Case:
@@ -33,21 +35,6 @@ def case_of(bench: Callable[..., None], *args: Any) -> Case:
     return found[0]
 
 
-def alternate(cases: Sequence[Case], rounds: int) -> list[float]:
-    """Return the least time per item of each case, in nanoseconds of this thread's CPU time."""
-    least = [float("inf")] * len(cases)
-    for k in range(rounds):
-        for i, (run, items, setup) in enumerate(cases):
-            if setup is not None:
-                setup()
-            start = time.thread_time_ns()
-            run()
-            taken = (time.thread_time_ns() - start) / items
-            if k >= 2:  # the first ones warm up
-                least[i] = min(least[i], taken)
-    return least
-
-
 def pairs() -> dict[str, tuple[float, Callable[[], list[Case]]]]:
     """Return by name: the limit of the ratio, and what makes the cases of the pool and of the floor."""
     rows: dict[str, tuple[float, Callable[[], list[Case]]]] = {}
@@ -56,36 +43,29 @@ def pairs() -> dict[str, tuple[float, Callable[[], list[Case]]]]:
             case_of(bench_decode_fenced, size), case_of(bench_decode, size, "floor"),
         ]  # fmt: skip
     rows["step in order, 1024 rows"] = 1.5, lambda: [case_of(bench_decode, 1024, who) for who in ("kvpool", "floor")]
-    hit = (100_000, 4096)
-    rows["prefix hit, 100,000 blocks"] = 2.5, lambda: [
-        case_of(bench_full_hit, who, *hit) for who in ("kvpool", "floor")
-    ]
+    rows["prefix hit, 100,000 blocks"] = (
+        2.5,
+        lambda: [case_of(bench_full_hit, who, 100_000) for who in ("kvpool", "floor")],
+    )
     for blocks in (10_000, 100_000):  # the floor is a pool without groups
-        rows[f"prefix hit, 3 groups, {blocks:,} blocks"] = 1.5, lambda blocks=blocks: [
-            case_of(bench_hit_of_groups, groups, blocks) for groups in ("three", "one")
-        ]
-    rows[f"fork, {CHILDREN} a call"] = 2.0, lambda: [
-        case_of(bench_children, who, CHILDREN, "fork") for who in ("kvpool", "floor")
-    ]
+        rows[f"prefix hit, 3 groups, {blocks:,} blocks"] = (
+            1.5,
+            lambda blocks=blocks: [case_of(bench_hit_of_groups, groups, blocks) for groups in ("three", "one")],
+        )
+    rows[f"fork, {CHILDREN} a call"] = (
+        2.0,
+        lambda: [case_of(bench_children, who, CHILDREN, "fork") for who in ("kvpool", "floor")],
+    )
     rows["alloc+free, 1..64 a call"] = 3.0, lambda: [case_of(bench_bulk, who) for who in ("kvpool", "floor")]
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the ratios; 1 if one of them misses its limit and --gates is given."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.floors", description="kvpool beside the C floor")
-    parser.add_argument("--rounds", type=int, default=ROUNDS - 4, help=f"of each, at most {ROUNDS - 4}")
-    parser.add_argument("--gates", action="store_true", help="fail when a limit is missed")
-    options = parser.parse_args(argv)
-    if not 3 <= options.rounds <= ROUNDS - 4:
-        parser.error(f"--rounds must be in 3 .. {ROUNDS - 4} ({options.rounds})")
-    gates = []
+def gates(args: argparse.Namespace) -> Iterator[Gate]:
+    """Yield the ratios."""
     for name, (limit, make) in pairs().items():
-        ours, floor = alternate(make(), options.rounds)
-        gates.append(Gate(name, round(ours / floor, 2), limit, True, f"{ours:,.1f} / {floor:,.1f} ns"))
-    print(as_text(gates))
-    return 0 if held(gates) or not options.gates else 1
+        ours, floor = alternate(make(), min(max(args.rounds, 3), ROUNDS - 4))
+        yield Gate(name, round(ours / floor, 2), limit, True, f"{ours:,.1f} / {floor:,.1f} ns")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

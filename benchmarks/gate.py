@@ -1,4 +1,4 @@
-"""What has to hold: a measured value, and what it has to reach. The same for all commands."""
+"""What has to hold: a measured value, and what it has to reach; and tables. The same for all commands."""
 
 from __future__ import annotations
 
@@ -36,19 +36,13 @@ class Gate:
     @property
     def holds(self) -> bool:
         """Whether the value is within the limit."""
-        return self.limit is None or self._reaches(self.limit)
-
-    @property
-    def reaches_goal(self) -> bool:
-        """Whether it is where it is meant to be."""
-        return self.goal is not None and self._reaches(self.goal)
-
-    def _reaches(self, bound: float) -> bool:
-        return self.value is not None and (self.value <= bound if self.at_most else self.value >= bound)
+        if self.limit is None or self.value is None:
+            return self.limit is None
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
 
     def as_json(self) -> dict[str, Any]:
         """Everything, and the verdict."""
-        return asdict(self) | {"holds": self.holds, "reaches_goal": self.reaches_goal}
+        return asdict(self) | {"holds": self.holds}
 
 
 def held(gates: Sequence[Gate]) -> bool:
@@ -74,3 +68,13 @@ def as_text(gates: Sequence[Gate]) -> str:
 def short(value: float) -> str:
     """Return a number with three digits or more."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def table(*lines: Sequence[object]) -> str:
+    """Return a Markdown table with aligned columns; the first line is its head."""
+    rows = [[str(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    )

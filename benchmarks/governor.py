@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import picture
+from benchmarks.command import main
 from kvpool.governor import KEEP, Decision, Governor, Holder, Machine
 
 GIB = 2**30
+OPTIONS = {"plot": ("", "PNG: write the picture there")}
 Curve = Callable[[float], float]  # of seconds
 
 
@@ -154,21 +157,19 @@ def draw(path: Path, computer: Computer) -> None:
     figure.save(path)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> int:
     """Print each decision, and draw the picture if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="write the picture there")
-    args = parser.parse_args(argv)
     others, load = day()
     governor = Governor(GIB, 10 * GIB, 2 * GIB, idle_release=120)
     computer = Computer(governor, others, load).run(1800)
     for one in computer.moments:
         if one.decision.reason != KEEP and one in computer.resizes:
             print(f"{one.seconds / 60:5.1f} min  {one.size / GIB:5.2f} GiB  {one.decision.reason}")
-    if args.plot is not None:
-        picture.check("--plot", args.plot)
-        draw(args.plot, computer)
+    if args.plot:
+        picture.check("--plot", Path(args.plot))
+        draw(Path(args.plot), computer)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,27 +1,29 @@
 """How long calls hold the lock of a pool: CPU time of the longest ones, everything in one call.
 
-``python -m benchmarks.holds [--blocks 100000 1000000]``: what other threads wait for in the worst case.
+``python -m benchmarks.holds``: what other threads wait for in the worst case.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
+from benchmarks.baselines import seconds
+from benchmarks.command import main
+from benchmarks.gate import table
 from kvpool import Plan, Pool
 
 BLOCK_SIZE = 16
 ROUNDS = 3
+OPTIONS = {"blocks": ("100000,1000000", "of the pools")}
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """CPU time of one call in this thread; reading and copying its arguments is in it."""
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
+took = partial(seconds, clock=time.thread_time)  # reading and copying the arguments is in it
 
 
 def calls(num_blocks: int) -> Iterator[tuple[str, float]]:
@@ -30,40 +32,36 @@ def calls(num_blocks: int) -> Iterator[tuple[str, float]]:
     with Pool(num_blocks, BLOCK_SIZE, max_seqs=4, max_blocks_per_seq=num_blocks, prefix_cache=True, seed=1) as pool:
         plan = Plan(pool, 1, max_tokens=len(tokens), formats=("seq_lens",))
         handle = pool.open(0)
-        yield "step", seconds(lambda: pool.step(plan, [handle], len(tokens)))
-        yield "done", seconds(lambda: pool.done(plan))
-        yield "commit", seconds(lambda: pool.prefix.commit(handle, tokens))
-        yield "fork", seconds(lambda: pool.fork(handle))
-        yield "match", seconds(lambda: pool.prefix.match(tokens))
-        yield "check", seconds(pool.check)
-        yield "fingerprint", seconds(pool.fingerprint)
+        yield "step", took(lambda: pool.step(plan, [handle], len(tokens)))
+        yield "done", took(lambda: pool.done(plan))
+        yield "commit", took(lambda: pool.prefix.commit(handle, tokens))
+        yield "fork", took(lambda: pool.fork(handle))
+        yield "match", took(lambda: pool.prefix.match(tokens))
+        yield "check", took(pool.check)
+        yield "fingerprint", took(pool.fingerprint)
         pool.reset()
         handle = pool.open(0)
         pool.step(plan, [handle], len(tokens))
         pool.done(plan)
         pool.prefix.commit(handle, tokens)
-        yield "close", seconds(lambda: pool.close(handle))
-        yield "open", seconds(lambda: pool.open(tokens))
+        yield "close", took(lambda: pool.close(handle))
+        yield "open", took(lambda: pool.open(tokens))
         pool.close(pool.open(tokens))
-        yield "flush", seconds(pool.prefix.flush)
-        yield "reset", seconds(pool.reset)
+        yield "flush", took(pool.prefix.flush)
+        yield "reset", took(pool.reset)
 
 
-def main() -> None:
-    """Print a line per call."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[100_000, 1_000_000])
-    sizes = parser.parse_args().blocks
-    best: dict[str, dict[int, float]] = {}
-    for size in sizes:
-        for _ in range(ROUNDS):
-            for name, took in calls(size):
-                row = best.setdefault(name, {})
-                row[size] = min(row.get(size, took), took)
-    print(f"{'ms of CPU time':>14}" + "".join(f"{size:>14,}" for size in sizes) + "  blocks in one call")
-    for name, row in sorted(best.items(), key=lambda item: -item[1][sizes[-1]]):
-        print(f"{name:>14}" + "".join(f"{1e3 * row[size]:>14.2f}" for size in sizes))
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each pool: ms of CPU time of each call."""
+    lines = []
+    for size in map(int, args.blocks.split(",")):
+        best: dict[str, float] = {}
+        for name, took in (found for _ in range(ROUNDS) for found in calls(size)):
+            best[name] = min(best.get(name, took), took)
+        lines.append([f"{size:,}", *(f"{1e3 * took:.2f}" for took in best.values())])
+    print(table(["blocks", *best], *lines))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

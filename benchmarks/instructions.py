@@ -23,7 +23,6 @@ sys.exit(pytest.main(sys.argv[1:], plugins=[plugin]))
 """
 MOST = 1.03  # what a change may cost a row
 ROUNDS = 5
-DONE_ELSEWHERE = ("bench_import.py",)  # its rows start processes
 
 
 def pytest_configure() -> None:
@@ -56,7 +55,7 @@ def count_rows(checkout: Path) -> dict[str, float]:
     found = counted(
         *("-c", LAUNCH, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout=0", "-W", "ignore"),
         *("-k", "not floor and not python"),
-        *(path for path in files if Path(path).name not in DONE_ELSEWHERE),
+        *files,
         cwd=checkout,
         PYTHONPATH=str(checkout),  # before what an editable installation names
         PYTHONHASHSEED="0",

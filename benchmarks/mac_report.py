@@ -19,7 +19,6 @@ import time
 import zlib
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -52,7 +51,7 @@ SYSTEM = (  # what only the system tells, by command
 )
 DECODE = ("--batch", "1,8", "--context", "512,4k,32k", "--group", "4,8,16")
 PREFILL = ((128, 4, "bfloat16"), (128, 8, "float16"), (64, 8, "bfloat16"), (256, 2, "bfloat16"))  # D, group, dtype
-CHUNKS, PREFILL_CONTEXT = (8, 32, 512), 4096
+CHUNKS, PREFILL_CONTEXT, LAYERS = (8, 32, 512), 4096, 8
 END = """\
 Paste all of this into an issue of kvpool, with what else the Mac was doing. A line with FAILED is a bug to report even
 if nothing else seems wrong; `measured` far from `predicted` is worth a report too."""
@@ -316,54 +315,20 @@ def decode() -> Iterator[str]:
 
 def prefill() -> Iterator[str]:
     """Chunks at the end of a context, with and without a window, beside MLX's own attention on dense K and V."""
-    import mlx.core as mx
-
+    from benchmarks import beside_dense
     from kvpool_backends.mlx.metal import MetalBackend
 
     over, context = until("prefill"), PREFILL_CONTEXT
     yield f"{'':34}{'kvpool':>9}{'dense':>9}"
     for dim, group, dtype in PREFILL:
-        spec = KVSpec(1, 8, dim, dtype, 16)
-        backend = MetalBackend(spec, context // 16)
-        k = mx.random.normal((1, 8, context, dim)).astype(backend.dtype)
+        backend = MetalBackend(KVSpec(LAYERS, 8, dim, dtype, 16), context // 16)
         for chunk, window in product(CHUNKS, (None, context // 4)):
             name = f"D {dim:3} group {group} {dtype:8} {chunk:4} queries{f', window {window}' if window else ''}"
             if over():
                 yield f"{name}: not measured, the time is over"
                 continue
-            q = mx.random.normal((chunk, 8 * group, dim)).astype(backend.dtype)
-            options = None if window is None else AttentionOptions(window=window)
-            tables = np.arange(context // 16)[None]
-            step = backend.prepare(StepArrays(tables, np.array([context]), np.array([0, chunk])))
-            seen = np.arange(context) - np.arange(context - chunk, context)[:, None]
-            mask: Any = "causal" if window is None else mx.array((seen <= 0) & (seen > -window))
-
-            def ours(step: Any = step, q: Any = q, options: Any = options, backend: Any = backend) -> Any:
-                return backend.attend(step, 0, q, options=options)
-
-            def dense(q: Any = q, k: Any = k, mask: Any = mask) -> Any:
-                queries = q.swapaxes(0, 1)[None]
-                return mx.fast.scaled_dot_product_attention(queries, k, k, scale=q.shape[-1] ** -0.5, mask=mask)
-
-            times = [median(partial(evaluate, run)) * 1e3 / 8 for run in (ours, dense)]
-            yield f"{name:34}{times[0]:9.2f}{times[1]:9.2f}"
-
-
-def evaluate(run: Callable[[], Any]) -> None:
-    """Eight layers, built lazily and evaluated at once."""
-    import mlx.core as mx
-
-    mx.eval([run() for _ in range(8)])
-
-
-def median(run: Callable[[], object]) -> float:
-    """Seconds of one of five runs, after one that is not counted."""
-    times = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[1:]))
+            ours, dense = (1e3 * t / LAYERS for t in beside_dense.seconds(backend, 1, context, chunk, group, window))
+            yield f"{name:34}{ours:9.2f}{dense:9.2f}"
 
 
 def model() -> Iterator[str]:

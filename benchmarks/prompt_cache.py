@@ -3,16 +3,16 @@
 Conversations of a made-up agentic trace share a system prompt and take turns, few or many. All caches get the same
 calls; caches have one small layer, so bytes are counted and no model runs. mlx-lm's server keeps 10 sequences unless it
 is told otherwise; so `LRUPromptCache` plays with that limit, and with none. Then `fetch` of a long prompt beside one
-copy of its bytes by MLX, and `insert` of one more turn behind a long and a short prompt; lookups, and a miss of states
-in a store. Exit code 1 if a gate does not hold.
+copy of its bytes by MLX, and `insert` of one more turn behind a long and a short prompt, and a miss of states
+in a store.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -20,7 +20,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, LRUPromptCache
 
-from benchmarks.gate import Gate, as_text, held
+from benchmarks.baselines import seconds
+from benchmarks.command import main
+from benchmarks.gate import Gate, table
 from kvpool.adapters.prompt_cache import PromptCache
 from kvpool.adapters.prompt_store import store_layout
 from kvpool.store import MemoryStore
@@ -31,7 +33,6 @@ SERVER = 10  # sequences that mlx-lm's server keeps by default
 TOKEN_NBYTES = 1024  # a small model's
 LAYERS, HEADS, DIM = 4, 2, 64  # of the caches whose calls are timed: 4 KiB a token
 SHORT, LONG, TURN, ROUNDS = 1024, 32_768, 256, 15
-LOOKUPS = 100  # in a row
 
 
 def trace(turns: int, system_tokens: int) -> list[list[int]]:
@@ -60,13 +61,6 @@ def play(prompts: Any, requests: list[list[int]]) -> tuple[int, int]:
         prompts.insert_cache("model", tokens, [cache])
         most = max(most, prompts.nbytes)
     return hits, most
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Time of one call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def conversation(rng: np.random.Generator, length: int) -> tuple[np.ndarray, list[KVCache]]:
@@ -120,9 +114,7 @@ def beside(turns: int, system_tokens: int, shares: tuple[int, ...]) -> list[Gate
     requests = trace(turns, system_tokens)
     stock, most = play(LRUPromptCache(max_size=1 << 30), requests)
     default, _ = play(LRUPromptCache(max_size=SERVER), requests)
-    total = sum(map(len, requests))
-    print(f"{turns} turns behind {system_tokens} tokens: {len(requests):,} requests, {total:,} tokens, seed {SEED}")
-    print(f"{'budget, bytes':>14} {f'{SERVER} sequences':>16} {'LRUPromptCache':>16} {'PromptCache':>16}")
+    lines: list[tuple[object, ...]] = []
     above, best = 0, 0.0
     for share in shares:
         budget = most // share
@@ -130,30 +122,18 @@ def beside(turns: int, system_tokens: int, shares: tuple[int, ...]) -> list[Gate
         if share > 1:
             default, _ = play(LRUPromptCache(SERVER, budget), requests)
             stock, _ = play(LRUPromptCache(1 << 30, budget), requests)
-        print(f"{budget:>14,} {default:>16,} {stock:>16,} {hits:>16,}  {nbytes:,} bytes, {hits / stock:.2f} x")
+        lines.append((turns, f"{budget:,}", f"{default:,}", f"{stock:,}", f"{hits:,}", f"{nbytes:,}"))
         above, best = above + max(0, nbytes - budget), max(best, hits / stock)
         if share == 1:
             first = (hits / default, nbytes / most)
+    head = ("turns", "budget, bytes", f"hits, {SERVER} sequences", "`LRUPromptCache`", "`PromptCache`", "bytes of it")
+    print(table(head, *lines), end="\n\n", file=sys.stderr)
     return [
         Gate(f"{turns} turns: hits / LRUPromptCache of {SERVER} sequences", first[0], 3 if turns == MANY[0] else None),
         Gate(f"{turns} turns: hits / LRUPromptCache at its best", best, None, goal=3),
         Gate(f"{turns} turns: bytes / LRUPromptCache", first[1], 0.4 if turns == FEW[0] else None, at_most=True),
         Gate(f"{turns} turns: bytes above the budget", above, 0, at_most=True),
     ]
-
-
-def looking_up(rng: np.random.Generator, length: int) -> Gate:
-    """CPU time of finding a prompt that is known, without the copy of its rows."""
-    prompts = PromptCache()
-    tokens, caches = conversation(rng, length)
-    prompts.insert(tokens, caches)
-    asked, spent = [*tokens.tolist(), 1], []
-    for _ in range(ROUNDS):
-        began = time.process_time()
-        for _ in range(LOOKUPS):
-            prompts._find(asked, b"")
-        spent.append((time.process_time() - began) / LOOKUPS)
-    return Gate(f"lookup of {length:,} tokens, a list", min(spent) * 1e6, None, at_most=True, unit="us")
 
 
 def missing(rng: np.random.Generator) -> Gate:
@@ -166,14 +146,12 @@ def missing(rng: np.random.Generator) -> Gate:
     return Gate(f"miss of {LONG:,} positions, each", value, None, at_most=True, unit="us")
 
 
-def main() -> int:
-    """Print the tables."""
+def gates(args: argparse.Namespace) -> Iterator[Gate]:
+    """Print the tables on stderr, and yield what has to hold."""
     rng = np.random.default_rng(SEED)
-    gates = beside(*FEW, (1, 4)) + beside(*MANY, (1, 2))
-    gates += [looking_up(rng, 2048), looking_up(rng, LONG), fetching(rng)]
-    gates += [inserting(rng, False), inserting(rng, True), missing(rng)]
-    print(as_text(gates))
-    return 0 if held(gates) else 1
+    yield from (*beside(*FEW, (1, 4)), *beside(*MANY, (1, 2)))
+    yield from (fetching(rng), missing(rng))
+    yield from (inserting(rng, False), inserting(rng, True))
 
 
 if __name__ == "__main__":

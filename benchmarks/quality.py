@@ -20,13 +20,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx import optimizers
+from mlx_lm.models import llama
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
+from benchmarks.command import main
 from kvpool.adapters.mlx_lm import PagedKVCache, install
 from kvpool.eviction import H2O, BlockEviction
 
+OPTIONS = {
+    **{
+        "context": (512, "tokens of a document"),
+        "seeds": (3, "of documents"),
+        "samples": (8, "documents of each seed"),
+    },
+    "cache-dir": (str(Path.home() / ".cache" / "kvpool"), "of the model"),
+}
 BYTES, KEYS, VALUES = 128, 8, 16
 """The vocabulary: bytes of the code, a use of each key, a definition of each key with each value."""
 
@@ -51,9 +63,6 @@ RECALL_WEIGHT = 2.0
 """Of a definition that is repeated, in the loss."""
 
 BLOCK_SIZE, SINK, GROUP_SIZE = 16, 4, 32
-Weights = dict[str, np.ndarray]
-Backward = Callable[[np.ndarray], np.ndarray]
-"""From the gradient of a result to that of the argument; gradients of weights are added on the way."""
 
 
 # ---------------------------------------------------------------------------------------------- documents
@@ -106,7 +115,7 @@ def drawn(rng: np.random.Generator, text: np.ndarray, count: int, *options: int)
 # ----------------------------------------------------------------------------------------------- training
 
 
-def initial(rng: np.random.Generator) -> Weights:
+def initial(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Return random weights, named as in mlx-lm's llama; those at the ends of the residual branches are smaller."""
     dim, hidden, layers = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["num_hidden_layers"]
     q, kv = (CONFIG[name] * CONFIG["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
@@ -125,141 +134,32 @@ def initial(rng: np.random.Generator) -> Weights:
     return {f"{name}.weight": weight.astype(np.float32) for name, weight in weights.items()}
 
 
-class Pass:
-    """The llama in NumPy, forwards and backwards: on a CPU, MLX takes ten times as long for products of float32."""
-
-    def __init__(self, weights: Weights, tokens: np.ndarray) -> None:
-        self.weights, self.tokens = weights, tokens
-        self.batch, self.length = tokens.shape
-        self.gradient: Weights = {}
-        self._back: list[Backward] = []
-        half = CONFIG["head_dim"] // 2
-        angles = np.arange(self.length)[:, None] * CONFIG["rope_theta"] ** (-np.arange(half) / half)
-        self._cos, self._sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        self._future = np.triu(np.full((self.length, self.length), -np.inf, np.float32), 1)
-
-    def logits(self) -> np.ndarray:
-        """Return ``[batch * length, vocabulary]``."""
-        x = self.weights["model.embed_tokens.weight"][self.tokens.ravel()]
-        for layer in range(CONFIG["num_hidden_layers"]):
-            at = f"model.layers.{layer}."
-            for block, norm in ((self._attention, "input_layernorm"), (self._mlp, "post_attention_layernorm")):
-                h, norm_back = self._norm(x, f"{at}{norm}.weight")
-                change, block_back = block(h, at)
-                x = x + change
-                self._back.append(lambda d, n=norm_back, b=block_back: d + n(b(d)))  # type: ignore[misc]
-        h, norm_back = self._norm(x, "model.norm.weight")
-        logits, head_back = self._linear(h, "model.embed_tokens.weight")
-        self._back += [norm_back, head_back]
-        return logits
-
-    def gradients(self, targets: np.ndarray, weight: np.ndarray) -> Weights:
-        """Return the gradient of the weighted mean of the cross entropy, for every weight of the model."""
-        likelihood = self.logits()
-        likelihood = np.exp(likelihood - likelihood.max(axis=-1, keepdims=True))
-        likelihood /= likelihood.sum(axis=-1, keepdims=True)
-        likelihood[np.arange(targets.size), targets.ravel()] -= 1
-        d = likelihood * (weight / weight.sum()).reshape(-1, 1)
-        while self._back:
-            d = self._back.pop()(d)
-        np.add.at(self.gradient["model.embed_tokens.weight"], self.tokens.ravel(), d)
-        return self.gradient
-
-    def _linear(self, x: np.ndarray, name: str) -> tuple[np.ndarray, Backward]:
-        weight = self.weights[name]
-
-        def back(d: np.ndarray) -> np.ndarray:
-            self.gradient[name] = d.T @ x
-            return d @ weight
-
-        return x @ weight.T, back
-
-    def _norm(self, x: np.ndarray, name: str) -> tuple[np.ndarray, Backward]:
-        weight = self.weights[name]
-        scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(CONFIG["rms_norm_eps"]))
-        unit = x * scale
-
-        def back(d: np.ndarray) -> np.ndarray:
-            self.gradient[name] = (d * unit).sum(axis=0)
-            d = d * weight
-            return scale * (d - unit * (d * unit).mean(axis=-1, keepdims=True))
-
-        return unit * weight, back
-
-    def _mlp(self, x: np.ndarray, at: str) -> tuple[np.ndarray, Backward]:
-        gate, gate_back = self._linear(x, f"{at}mlp.gate_proj.weight")
-        up, up_back = self._linear(x, f"{at}mlp.up_proj.weight")
-        sigmoid = 1 / (1 + np.exp(-gate))
-        silu = gate * sigmoid
-        down, down_back = self._linear(silu * up, f"{at}mlp.down_proj.weight")
-
-        def back(d: np.ndarray) -> np.ndarray:
-            d = down_back(d)
-            return up_back(d * silu) + gate_back(d * up * (sigmoid + silu * (1 - sigmoid)))
-
-        return down, back
-
-    def _rope(self, x: np.ndarray, sign: int = 1) -> np.ndarray:
-        """Turn the first against the second half of each head ``[batch, kv_heads, group, length, head_dim]``."""
-        a, b = np.split(x, 2, axis=-1)
-        sin = sign * self._sin
-        return np.concatenate([a * self._cos - b * sin, a * sin + b * self._cos], axis=-1)
-
-    def _attention(self, x: np.ndarray, at: str) -> tuple[np.ndarray, Backward]:
-        batch, length, kv_heads, head_dim = self.batch, self.length, CONFIG["num_key_value_heads"], CONFIG["head_dim"]
-        whole = (batch, kv_heads, -1, head_dim)
-        apart = (batch, kv_heads, -1, length, head_dim)
-
-        def heads(flat: np.ndarray) -> np.ndarray:  # [batch, kv_heads, group or 1, length, head_dim]
-            return flat.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-
-        def flat(headed: np.ndarray) -> np.ndarray:
-            return headed.reshape(apart).transpose(0, 3, 1, 2, 4).reshape(batch * length, -1)
-
-        (q, q_back), (k, k_back), (v, v_back) = (self._linear(x, f"{at}self_attn.{n}_proj.weight") for n in "qkv")
-        scale = np.float32(head_dim**-0.5)
-        q, k = (self._rope(heads(q)) * scale).reshape(whole), self._rope(heads(k)).reshape(whole)
-        v = np.ascontiguousarray(heads(v)).reshape(whole)
-        p = (q @ k.swapaxes(-1, -2)).reshape(batch, kv_heads, -1, length, length) + self._future
-        p = np.exp(p - p.max(axis=-1, keepdims=True))
-        p /= p.sum(axis=-1, keepdims=True)
-        p = p.reshape(batch, kv_heads, -1, length)
-        out = p @ v
-        mixed, o_back = self._linear(flat(out), f"{at}self_attn.o_proj.weight")
-
-        def back(d: np.ndarray) -> np.ndarray:
-            d_out = np.ascontiguousarray(heads(o_back(d))).reshape(whole)
-            d_s = (d_out @ v.swapaxes(-1, -2) - (d_out * out).sum(axis=-1, keepdims=True)) * p
-            d_q = self._rope((d_s @ k).reshape(apart) * scale, -1)
-            d_k = self._rope((d_s.swapaxes(-1, -2) @ q).reshape(apart), -1)
-            return q_back(flat(d_q)) + k_back(flat(d_k)) + v_back(flat(p.swapaxes(-1, -2) @ d_out))
-
-        return mixed, back
-
-
-def train(text: np.ndarray, say: Callable[[str], None]) -> Weights:
+def train(text: np.ndarray, say: Callable[[str], None]) -> Any:
     """Train by AdamW (Loshchilov and Hutter 2019), whose rate falls along a cosine to a twentieth."""
-    rng, step, steps = np.random.default_rng(1), 0, sum(stage[0] for stage in STAGES)
-    weights = initial(rng)
-    first, second = ({name: np.zeros_like(w) for name, w in weights.items()} for _ in BETAS)
-    for count, *options in STAGES:
-        for _ in range(count):
-            documents, marks = drawn(rng, text, *options)
-            weight = np.where(marks[:, 1:], np.float32(RECALL_WEIGHT), np.float32(1))
-            gradients = Pass(weights, documents[:, :-1]).gradients(documents[:, 1:], weight)
-            step += 1
-            norm = math.sqrt(sum(float(np.vdot(g, g)) for g in gradients.values()))
-            clip = np.float32(min(1.0, CLIP / (norm + 1e-6)))
-            rate = RATE * min(1.0, step / WARM_UP) * (0.05 + 0.475 * (1 + math.cos(math.pi * step / steps)))
-            for name, w in weights.items():
-                g, m, v = gradients[name] * clip, first[name], second[name]
-                m += (1 - BETAS[0]) * (g - m)
-                v += (1 - BETAS[1]) * (g * g - v)
-                change = m / (1 - BETAS[0] ** step) / (np.sqrt(v / (1 - BETAS[1] ** step)) + 1e-8)
-                w -= (rate * (change + DECAY * w * (w.ndim > 1))).astype(np.float32)
-            if step % 25 == 0:
-                say(f"trained {step} steps of {steps}")
-    return weights
+    rng, steps = np.random.default_rng(1), sum(stage[0] for stage in STAGES)
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    model.load_weights([(name, mx.array(weight)) for name, weight in initial(rng).items()])
+
+    def rate(done: mx.array) -> mx.array:
+        step = done + 1
+        return RATE * mx.minimum(1.0, step / WARM_UP) * (0.05 + 0.475 * (1 + mx.cos(math.pi * step / steps)))
+
+    def loss(tokens: mx.array, weight: mx.array) -> mx.array:
+        return (nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]) * weight).sum() / weight.sum()
+
+    adam: Any = {"learning_rate": rate, "betas": BETAS, "bias_correction": True}
+    both = [optimizers.AdamW(weight_decay=DECAY, **adam), optimizers.Adam(**adam)]
+    optimizer = optimizers.MultiOptimizer(both, [lambda name, weight: weight.ndim > 1])
+    gradients = nn.value_and_grad(model, loss)
+    for step, options in enumerate((options for count, *options in STAGES for _ in range(count)), 1):
+        documents, marks = drawn(rng, text, *options)
+        weight = np.where(marks[:, 1:], np.float32(RECALL_WEIGHT), np.float32(1))
+        _, found = gradients(mx.array(documents), mx.array(weight))
+        optimizer.update(model, optimizers.clip_grad_norm(found, CLIP)[0])
+        mx.eval(model.state, optimizer.state)
+        if step % 25 == 0:
+            say(f"trained {step} steps of {steps}")
+    return model
 
 
 def trained(cache: Path, text: np.ndarray, say: Callable[[str], None]) -> Any:
@@ -267,9 +167,9 @@ def trained(cache: Path, text: np.ndarray, say: Callable[[str], None]) -> Any:
     recipe = json.dumps([CONFIG, STAGES, RATE, WARM_UP, DECAY, BETAS, CLIP, RECALL_WEIGHT]).encode()
     folder = cache / f"quality-{hashlib.sha256(recipe + text.tobytes()).hexdigest()[:12]}"
     if not (folder / "config.json").is_file():
-        weights = train(text, say)
+        made = train(text, say)
         folder.mkdir(parents=True, exist_ok=True)
-        mx.save_safetensors(str(folder / "model.safetensors"), {name: mx.array(w) for name, w in weights.items()})
+        made.save_weights(str(folder / "model.safetensors"))
         (folder / "config.json").write_text(json.dumps(CONFIG))
     model = load_model(folder)[0]
     model.set_dtype(mx.float16)
@@ -374,17 +274,10 @@ def read(model: Any, documents: np.ndarray, policy: Policy) -> tuple[np.ndarray,
         return nats, right, nbytes() / rows
 
 
-def main(argv: list[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> int:
     """Train the model unless it is kept, and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, default=512, help="tokens of a document (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="of documents (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=8, help="documents of each seed (default: %(default)s)")
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "kvpool", help="of the model")
-    args = parser.parse_args(argv)
-
     text, held_out = sources(Path(sysconfig.get_path("stdlib")))
-    model = trained(args.cache_dir, text, lambda line: print(line, file=sys.stderr, flush=True))
+    model = trained(Path(args.cache_dir), text, lambda line: print(line, file=sys.stderr, flush=True))
     length = args.context
     rngs = [np.random.default_rng([7, seed, length]) for seed in range(args.seeds)]
     parts = [drawn(rng, held_out, args.samples, length, 1, length // 2) for rng in rngs]
@@ -401,7 +294,8 @@ def main(argv: list[str] | None = None) -> None:
         bits = f"{policy.k_bits or 16}/{policy.v_bits or 16}"
         cells = (policy.name, policy.max_kv or "-", bits, *shown, f"{right[marks].mean():.1%}", f"{nbytes / 1024:.1f}")
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

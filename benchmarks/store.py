@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,8 +22,10 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.gate import Gate, as_text, held
-from benchmarks.serving import lm
+from benchmarks import serving_lm as lm
+from benchmarks.baselines import seconds
+from benchmarks.command import main
+from benchmarks.gate import Gate
 from kvpool.adapters.mlx_lm import Engine
 from kvpool.adapters.mlx_lm.engine import Sample
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, MemoryStore
@@ -32,6 +34,10 @@ from kvpool.store.blocks import Rows
 from kvpool.store.folder import SEALED, Folder
 
 QUOTA = 1 << 40
+OPTIONS = {
+    **{"megabytes": (512, "read per round"), "rounds": (5, "of each"), "blocks": (1_000_000, "at the start")},
+    "tokens": (8192, "of the prompt after a restart"),
+}
 SEGMENT_STEPS = 20  # steps in a row with the writer, or without it
 
 
@@ -42,13 +48,6 @@ def evict(files: list[str]) -> None:
         os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 class Timed:
@@ -246,20 +245,12 @@ def hanging(rounds: int) -> list[Gate]:
     return [Gate("first token, a store that hangs / no store", median(ratios), 1.05, at_most=True)]
 
 
-def main() -> int:
-    """Print the gates."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=512, help="read per round (default: 512)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (default: 5)")
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks at the start (default: 1,000,000)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the prompt after a restart (default: 8,192)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args()
-    gates = [gate for kib in (64, 1024) for gate in reading(kib << 10, args.megabytes << 20, args.rounds)]
-    gates += [*starting(args.blocks), *restarting(args.tokens), *stepping(2 * args.rounds), *hanging(args.rounds)]
-    print(json.dumps([gate.as_json() for gate in gates], indent=2) if args.json else as_text(gates))
-    return 0 if held(gates) else 1
+def gates(args: argparse.Namespace) -> Iterator[Gate]:
+    """Yield all of them."""
+    for kib in (64, 1024):
+        yield from reading(kib << 10, args.megabytes << 20, args.rounds)
+    yield from (*starting(args.blocks), *restarting(args.tokens), *stepping(2 * args.rounds), *hanging(args.rounds))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

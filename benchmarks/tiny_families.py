@@ -79,8 +79,14 @@ GEMMA3N = {
 }
 GPT2 = {"n_embd": 48, "n_head": 4, "n_layer": 4, "n_positions": 1024, "n_ctx": 1024, "num_key_value_heads": None}
 
-OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or instead
-    "Klear": {},
+PLAIN = (  # files that need nothing besides
+    *("Klear", "bailing_moe", "deepseek", "ernie4_5", "gemma", "glm", "glm4", "helium", "internlm3", "mimo"),
+    *("minimax", "mixtral", "olmo2", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+    *("solar_open", "stablelm", "talkie", "telechat3"),
+)
+OWN: dict[str, dict[str, Any]] = dict[str, dict[str, Any]].fromkeys(
+    PLAIN, {}
+) | {  # what a file's config has besides, or instead
     "afm7": {"hidden_dim": 48, "num_layers": 4, "num_kv_reuse_layers": 1, "num_heads": 4, "num_kv_heads": 2},
     "afmoe": WINDOWED | {"num_dense_layers": 1},
     "apertus": {"post_norm": False, "qk_norm": True},
@@ -89,7 +95,6 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
         **{"num_swa_attention_heads": 2, "num_swa_key_value_heads": 1},
     },
     "bailing_hybrid": LATENT | GROUPED,
-    "bailing_moe": {},
     "bailing_moe_linear": GROUPED | {"num_key_value_heads": 2},
     "bailing_moe_v3": LATENT
     | {"moe_shared_expert_intermediate_size": 32, "layer_group_size": 3, "short_conv_kernel_size": 3},
@@ -100,7 +105,6 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
     },
-    "deepseek": {},
     "deepseek_v2": LATENT
     | {
         "topk_method": "greedy",
@@ -117,7 +121,6 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
         **{"index_n_heads": 2, "index_head_dim": 32, "hc_mult": 2, "hc_sinkhorn_iters": 4},
     },
     "dots1": {"scoring_func": "noaux_tc"},
-    "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_layer_start_index": 1, "moe_k": 2, "moe_num_shared_experts": 1},
     "exaone": {"num_layers": 4, "head_dim": 12},
     "exaone4": {"rope_scaling": {"rope_type": "default"}, "sliding_window": WINDOW, "sliding_window_pattern": "LLG"},
@@ -131,15 +134,12 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
         "layer_types": ["conv_mixer", SLIDING, "conv_mixer", FULL],
         **{"sliding_window": WINDOW, "conv_L_cache": 4},
     },
-    "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 16.0},
     "gemma3": {"text_config": {"model_type": "gemma3_text"} | GEMMA3},
     "gemma3_text": GEMMA3,
     "gemma3n": {"text_config": {"model_type": "gemma3n_text"} | GEMMA3N},
     "gemma4": {"text_config": {"model_type": "gemma4_text", "num_key_value_heads": 1} | GEMMA4},
     "gemma4_text": GEMMA4 | {"num_global_key_value_heads": 1, "attention_k_eq_v": True},
-    "glm": {},
-    "glm4": {},
     "glm4_moe": {"rope_scaling": None},
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": INDEXED | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": ROPE},
@@ -151,12 +151,10 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
     "granite": GRANITE,
     "granitemoe": GRANITE,
     "granitemoehybrid": MAMBA2 | GRANITE | {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
-    "helium": {},
     "hunyuan": ROPE_ALPHA
     | {"moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_cla": True, "cla_share_factor": 2},
     "hunyuan_v1_dense": ROPE_ALPHA,
     "internlm2": {"bias": False},
-    "internlm3": {},
     "iquestloopcoder": {"loop_num": 2, "loop_window_size": WINDOW},
     "jamba": {
         **{"attn_layer_offset": 1, "attn_layer_period": 3, "expert_layer_offset": 1, "expert_layer_period": 2},
@@ -198,7 +196,6 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
         **{"use_conv_bias": True, "time_step_limit": (0.001, 100.0), "time_step_rank": 4},
     },
     "mellum": WINDOWED | ROPE_BY_LAYER,
-    "mimo": {},
     "mimo_v2_flash": {
         **{"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "sliding_window_size": WINDOW},
         **{"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "topk_method": "noaux_tc"},
@@ -211,7 +208,6 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
         **{"dim_model_base": 48, "scale_depth": 2.0, "scale_emb": 1.0},
         "rope_scaling": ROPE_LONG | {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4},
     },
-    "minimax": {},
     "minimax_m3_vl": {
         "text_config": {
             **{"dense_intermediate_size": 80, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
@@ -225,7 +221,6 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
     "ministral3": WINDOWED | ROPE_LLAMA4,
     "mistral3": {"text_config": {"model_type": "ministral3"} | WINDOWED | ROPE_LLAMA4},
     "mistral4": LATENT | ROPE_LLAMA4,
-    "mixtral": {},
     "muse_glimmer": {"sliding_window": WINDOW, "output_multiplier": 1.0},
     "nanbeige": {"num_loops": 2},
     "nanochat": {"num_key_value_heads": 4},
@@ -243,10 +238,8 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
         **{"mamba_num_heads": 6, "mamba_head_dim": 8, "mamba_proj_bias": False, "ssm_state_size": 12},
         **{"conv_kernel": 3, "n_groups": 2, "use_conv_bias": True, "moe_shared_expert_intermediate_size": 32},
     },
-    "olmo2": {},
     "olmo3": WINDOWED,
     "olmo_hybrid": DELTA | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
-    "olmoe": {},
     "openelm": {
         **{"num_transformer_layers": 4, "model_dim": 48, "ffn_dim_divisor": 16, "num_query_heads": [4, 4, 8, 8]},
         **{"num_kv_heads": [2, 2, 4, 4], "ffn_multipliers": [1.0, 1.25, 1.5, 1.5]},
@@ -271,13 +264,9 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
         ],
     },
     "qwen": {"kv_channels": 12, "num_key_value_heads": None},
-    "qwen2": {},
-    "qwen2_moe": {},
     "qwen2_vl": {"text_config": {"model_type": "qwen2"}},
-    "qwen3": {},
     "qwen3_5": {"text_config": DELTA | {"model_type": "qwen3_5", "num_experts": 0}},
     "qwen3_5_moe": {"text_config": DELTA | {"model_type": "qwen3_5_moe"}},
-    "qwen3_moe": {},
     "qwen3_next": DELTA,
     "qwen3_vl": {"text_config": {"model_type": "qwen3"}},
     "qwen3_vl_moe": {"text_config": {"model_type": "qwen3_moe"}},
@@ -288,11 +277,7 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
     "rwkv7": {
         **{"a_low_rank_dim": 8, "v_low_rank_dim": 8, "gate_low_rank_dim": 8, "decay_low_rank_dim": 8},
     },
-    "seed_oss": {},
-    "smollm3": {},
-    "solar_open": {},
     "spark2_5": ROPE_BY_LAYER | {"sliding_window": WINDOW},
-    "stablelm": {},
     "starcoder2": {"norm_epsilon": 1e-5},
     "step3p5": WINDOWED
     | {
@@ -300,8 +285,6 @@ OWN: dict[str, dict[str, Any]] = {  # what a file's config has besides, or inste
         "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 4},
         **{"moe_num_experts": 4, "moe_top_k": 2, "share_expert_dim": 32, "moe_layers_enum": "1,2,3"},
     },
-    "talkie": {},
-    "telechat3": {},
     "youtu_llm": LATENT,
 }
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -38,49 +36,6 @@ def generate_shared(kv: PagedKV, system: list[int], prompts: list[list[int]], ma
         rest.append(prompt[num_cached:])
     held = kv.summary().blocks_used
     return generate(kv.model, rest, max_tokens, caches=caches, together=len(prompts)), held
-
-
-def decode(
-    model: Any, num_rows: int, context: int, steps: int, block_size: int, *, fused: bool
-) -> tuple[list[list[int]], float]:
-    """Decode `steps` tokens greedily in `num_rows` rows whose caches hold `context` random keys and values.
-
-    A prefill of that length would take longer than all the rest, and a decode step does not see the difference.
-    On MLX's CPU device, where the kernels are. One more step comes before those that are measured.
-
-    Returns
-    -------
-    tokens : list of list of int
-        Per row.
-    ms : float
-        Median CPU time of a step.
-
-    Raises
-    ------
-    NotRun
-        There are no kernels for `fused`.
-    """
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    try:
-        num_blocks = num_rows * -(-(context + steps + 1) // block_size) + 1
-        with install_pool(model, num_blocks, block_size, fused=fused) as kv:
-            cache, spec = kv.make_cache(), kv.backend.spec
-            mx.random.seed(num_rows)
-            for layer in cache:
-                layer.update_and_fetch(
-                    *(mx.random.normal((num_rows, spec.num_kv_heads, context, dim)) for _, dim in spec.planes)
-                )
-            tokens, ms, last = [], [], mx.arange(num_rows)[:, None]
-            for _ in range(steps + 1):
-                start = time.process_time()
-                last = mx.argmax(model(last, cache=cache), axis=-1)
-                mx.eval(last)
-                ms.append((time.process_time() - start) * 1e3)
-                tokens.append(last[:, 0].tolist())
-    finally:
-        mx.set_default_device(device)
-    return [list(row) for row in zip(*tokens[1:], strict=True)], median(ms[1:])
 
 
 def compare_layers(arch: str, settings: AllSettings) -> dict[str, Any]:

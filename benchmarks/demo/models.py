@@ -65,47 +65,6 @@ SHARED_PROMPT = Part(
     run_shared_prompt,
 )
 
-# ---------------------------------------------------------------------- attention
-
-
-def run_attention(settings: AllSettings, say: Say) -> Outcome:
-    """Decode the same batch by both routes, from the same contexts; compare tokens and median CPU times."""
-    lm = load_lm(say)
-    from benchmarks.demo import lm as more
-
-    rows, context, steps = settings.attention_rows, settings.attention_context, settings.attention_steps
-    model = lm.random_llama(head_dim=64, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4)
-    results = {}
-    for route in ("gather", "fused"):
-        say(f"{steps} decode steps of {rows} rows, {context} tokens each: {route}")
-        results[route] = more.decode(model, rows, context, steps, settings.block_size, fused=route == "fused")
-    (gathered, gather_ms), (fused, fused_ms) = results["gather"], results["fused"]
-    same, ratio = equal_rows(gathered, fused), gather_ms / fused_ms
-    distinct = len({token for row in fused for token in row})
-    claims = {
-        "fused_tokens_identical": Claim(
-            same == rows, f"{same} of {rows} rows\n{rows * steps} tokens, {distinct} distinct"
-        ),
-        "fused_faster": Claim(
-            ratio > 1,
-            f"median {fused_ms:.1f} ms of CPU time; gather {gather_ms:.1f} ms, {ratio:.1f} x\n"
-            f"{rows} rows of {context} tokens, 16/4 heads of 64",
-        ),
-    }
-    times = {"gather_step_ms": gather_ms, "fused_step_ms": fused_ms, "ratio": ratio}
-    return Outcome(claims, {"rows": rows, "context": context, "steps": steps} | times)
-
-
-ATTENTION = Part(
-    "attention",
-    "one decode step of a Llama on MLX's CPU, all of it: attention over the blocks",
-    {
-        "fused_tokens_identical": "same greedy tokens as gathering",
-        "fused_faster": "faster than gathering",
-    },
-    run_attention,
-)
-
 # ---------------------------------------------------------------------- a long conversation
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -179,29 +178,6 @@ def draw(path: Path, settings: AllSettings, slots: Timeline, blocks: Timeline) -
     drawn.save(path)
 
 
-def sketch(num_blocks: int, slots: Timeline, blocks: Timeline) -> str:
-    """Return both occupancy charts as text, on one time scale."""
-    width, height = 64, 5  # columns, lines
-    steps = max(slots.steps, blocks.steps)
-    edges = np.linspace(0, steps, width + 1).astype(int).tolist()
-    spans = [slice(a, max(b, a + 1)) for a, b in pairwise(edges)]
-    lines = []
-    for name, timeline in (("Static reservation", slots), ("kvpool", blocks)):
-        held, filled = np.zeros((2, steps))
-        held[: timeline.steps], filled[: timeline.steps] = timeline.blocks, timeline.filled
-        columns = [(held[span].mean(), filled[span].mean()) for span in spans]
-        lines.append(f"{name}: {timeline.wasted:.0%} of the held space is empty")
-        for level in range(height, 0, -1):
-            threshold = (level - 0.5) / height * num_blocks
-            row = ("█" if f >= threshold else "░" if h >= threshold else " " for h, f in columns)
-            label = f"{num_blocks} blocks" if level == height else ""
-            lines.append(f"{label:>11} │" + "".join(row).rstrip())
-        lines.append(" " * 12 + "└" + "─" * width)
-    lines.append(f"{'step 0':>19}{f'step {steps}':>{width - 6}}")
-    lines.append(" " * 13 + "█ filled with tokens   ░ held, but empty")
-    return "\n".join(lines)
-
-
 def run(settings: AllSettings, say: Callable[[str], None]) -> Outcome:
     """Serve the same requests from both and draw what they held."""
     say("continuous batching from blocks and from fixed slots")
@@ -227,7 +203,7 @@ def run(settings: AllSettings, say: Callable[[str], None]) -> Outcome:
         **{"max_len": settings.max_len, "requests": settings.requests},
         **{"kvpool": blocks.numbers, "static": slots.numbers},
     }
-    return Outcome(claims, numbers, (sketch(settings.pool_blocks, slots, blocks), f"Picture: {settings.out}"))
+    return Outcome(claims, numbers, (f"Picture: {settings.out}",))
 
 
 PART = Part(

@@ -15,10 +15,6 @@ class AllSettings(Settings):
     out: Path = Path("kvpool-demo.png")
     # A shared prompt: requests that begin with it.
     shared_requests: int = 16
-    # Attention: sequences, tokens in each, decode steps by each route.
-    attention_rows: int = 16
-    attention_context: int = 1024
-    attention_steps: int = 5
     # Occupancy: requests served, blocks for both servers, longest sequence the server accepts.
     requests: int = 160
     pool_blocks: int = 512

@@ -285,14 +285,8 @@ class Replay:
         else:
             steps = 1
             self.decode_once()
-        self.occupancy.add(
-            steps,
-            self.pool.stats().used,
-            sum(request.length for request in self.running),
-            len(self.running),
-            self.hit_tokens,
-            self.hit_tokens + self.computed_tokens + self.loaded_tokens,
-        )
+        tokens = sum(request.length for request in self.running)
+        self.occupancy.add(steps, self.pool.stats().used, tokens, len(self.running))
 
     def decode_once(self) -> None:
         """One token for every running request; the blocks of one that finishes are free for the next row."""

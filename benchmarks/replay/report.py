@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.gate import table
 from benchmarks.replay.results import Result
 from benchmarks.replay.shapes import HybridShape
 from benchmarks.replay.trace import Trace
@@ -134,7 +135,8 @@ def describe_sweep(results: list[Result], shape: HybridShape | None = None) -> s
     """Return a table with a line per pool size, and without layer groups the smallest pool that is enough."""
     left_out = OF_GROUPS if shape is None else NOT_OF_GROUPS
     columns = {name: show for name, show in COLUMNS.items() if name not in left_out}
-    lines = table(columns, [result_facts(result, shape) for result in results])
+    facts = [result_facts(result, shape) for result in results]
+    lines = table(list(columns), *([show(each) for show in columns.values()] for each in facts))
     if shape is not None:
         return lines
     enough = smallest_enough(results)
@@ -145,13 +147,6 @@ def describe_sweep(results: list[Result], shape: HybridShape | None = None) -> s
         f" preempted or rejected, {percent(enough.counters['first_hit_rate'])} hits at first admissions"
         f" (at least {GOOD_SHARE:.0%} of the best here)."
     )
-
-
-def table(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> str:
-    """Return a line of names, and one for each row; `columns` says how a row is shown."""
-    lines = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
 def smallest_enough(results: list[Result]) -> Result | None:

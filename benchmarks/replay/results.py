@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -22,10 +22,8 @@ class Occupancy:
     sequence_steps: int = 0
     peak_utilization: float = 0.0
     peak_static_utilization: float = 0.0
-    timeline: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-    """(steps so far, blocks used, sequences, hit tokens so far, tokens looked up so far), where one changed."""
 
-    def add(self, steps: int, used: int, tokens: int, sequences: int, hit_tokens: int, looked_up: int) -> None:
+    def add(self, steps: int, used: int, tokens: int, sequences: int) -> None:
         """Count `steps` steps after which `used` blocks, `sequences` sequences and `tokens` tokens are there.
 
         In the steps before the last one the sequences were shorter by one token each, by two, and so on.
@@ -39,7 +37,6 @@ class Occupancy:
         if sequences:
             static = tokens / (sequences * self.reserved_tokens)
             self.peak_static_utilization = max(self.peak_static_utilization, static)
-        self.timeline.append((self.steps, used, sequences, hit_tokens, looked_up))
 
     @property
     def mean_utilization(self) -> float:

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.attention import command, moves, prefill, scores
-from benchmarks.attention.cache import PagedCall
+from benchmarks import attention
 from benchmarks.command import main
 from kvpool.cli.bench.measure import Contestant, race
 
@@ -51,50 +50,41 @@ def test_race_disturbed_read_rejects_the_round_for_everybody():
 
 # ------------------------------------------------------------------------------------------------ the command
 
-ARGUMENTS = ["--block-size", "8,16", "--batch", "1,3", "--context", "40", "--heads", "4/2", "--head-dim", "64"]
+ARGUMENTS = ["--batch", "1,3", "--context", "40", "--repetitions", "1"]
+SMALL = {"NUM_Q_HEADS": 4, "NUM_KV_HEADS": 2, "HEAD_DIM": 64, "PREFILL": (8, 40), "SIDE": 16, "RUN_NBYTES": 1}
+SMALL |= {"MOVED_NBYTES": 2**20, "WRITTEN": 32, "PAIRS": 8}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Sizes of the parts that have no options for them."""
-    monkeypatch.setattr(prefill, "CONTEXT", 40)
-    monkeypatch.setattr(prefill, "NUM_QUERIES", 8)
-    monkeypatch.setattr(prefill, "SIDE", 16)
-    monkeypatch.setattr(scores, "RUN_NBYTES", 1)
-    monkeypatch.setattr(moves, "POOL_NBYTES", 2**20)
-    monkeypatch.setattr(moves, "NUM_TOKENS", 32)
-    monkeypatch.setattr(moves, "NUM_PAIRS", 8)
-
-
-def run_command(*options):
-    return main(command, [*ARGUMENTS, "--repetitions", "1", *options])
+    for name, value in SMALL.items():
+        monkeypatch.setattr(attention, name, value)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_command_measures_every_part_of_the_kernels(small, capsys, layout):
+def test_command_measures_every_part_of_the_kernels(capsys):
     """The results are checked by the command itself."""
-    assert run_command("--json", "--layout", layout, "--kv-bits", "8/4,fp8") == 0
+    assert main(attention, [*ARGUMENTS, "--json", "--kv-bits", "8/4,fp8"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert {row["part"] for row in facts["rows"]} == ALL_PARTS | {"quantized"}
-    assert {row["layout"] for row in facts["rows"] if row["dtype"] in DTYPES} == {layout}
     assert {row["dtype"] for row in facts["rows"] if row["part"] == "quantized"} == {"8/4 bits", "fp8"}
     decode_rows = [row for row in facts["rows"] if row["part"] == "decode"]
-    assert len(decode_rows) == 3 * 2 * 2 * len({row["threads"] for row in decode_rows})  # dtypes, batches, block sizes
+    assert len(decode_rows) == 3 * 2 * len({row["threads"] for row in decode_rows})  # dtypes, batches
     for row in decode_rows:
         assert row["ratio"] == pytest.approx(row["best"] / row["yardstick_best"])
         assert row["gb_per_s"] == pytest.approx(row["nbytes"] / row["best"] / 1e9)
-    assert facts["isa"] in ("portable", "avx2", "avx512", "neon") and facts["held"] is False
+    assert facts["isa"] in ("portable", "avx2", "avx512", "neon")
+    assert not any(gate["holds"] for gate in facts["gates"])
     assert all(gate["value"] is None for gate in facts["gates"] if gate["name"].startswith("decode"))
 
 
-def test_command_stops_at_a_wrong_result(small, capsys, monkeypatch):
-    right = PagedCall.attend
+def test_command_stops_at_a_wrong_result(capsys, monkeypatch):
+    right = attention.Call.attend
 
-    def wrong(call):
-        right(call)
+    def wrong(call, **options):
+        right(call, **options)
         call.out += 1
 
-    monkeypatch.setattr(PagedCall, "attend", wrong)
-    assert run_command("--part", "decode", "--dtype", "float32") == 2
+    monkeypatch.setattr(attention.Call, "attend", wrong)
+    assert main(attention, [*ARGUMENTS, "--part", "decode", "--dtype", "float32"]) == 2
     assert "a result is wrong" in capsys.readouterr().err

@@ -7,10 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks import http
 from benchmarks.command import main
-from benchmarks.http import command
-from benchmarks.http.judge import Answer, Result, read
-from benchmarks.http.workload import Chat
+from benchmarks.http import Answer, Chat, Result, read
 
 
 def piece(text):
@@ -52,7 +51,7 @@ def test_latencies_are_counted_from_the_time_when_a_request_was_due():
 @pytest.mark.long
 def test_both_servers_answer_the_same_chats_with_the_same_text(capsys):
     few = ["--requests", "4", "--systems", "2", "--system-tokens", "40", "--user", "8", "--output", "6", "--rate", "20"]
-    assert main(command, [*few, "--servers", "kvpool;stock", "--json"]) == 0
+    assert main(http, [*few, "--servers", "kvpool;stock", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["same_texts"] == 1.0
     for name in ("kvpool", "stock"):

@@ -12,8 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 from mlx_models import on_cpu
 
-from benchmarks.models import gates, held, report, subjects
-from benchmarks.models.subjects import Beside
+from benchmarks import models
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.shapes import leaves_of
@@ -45,8 +44,8 @@ def bytes_of(caches):
 
 def ran(model, make, num_rows, num_tokens):
     """The caches of a batch after a run of the model."""
-    caches = make() if num_rows == 1 else held.merged(make, num_rows)
-    for new in held.pieces(num_tokens):
+    caches = make() if num_rows == 1 else models.merged(make, num_rows)
+    for new in models.pieces(num_tokens):
         mx.eval(model(mx.ones((num_rows, new), mx.int32), cache=caches))
     return caches
 
@@ -58,18 +57,18 @@ def really_held(model, num_rows, num_tokens):
         gc.collect()
         found = kv.summary()
         del caches
-    return Beside(stock, found.kv_nbytes + found.state_nbytes)
+    return models.Beside(stock, found.kv_nbytes + found.state_nbytes)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "qwen3_5", "falcon_h1", "plamo2"])
 def test_bytes_of_filled_caches_are_those_of_a_run(name, num_rows):
-    model = subjects.tiny(name, windows=False)
-    assert held.held(model, num_rows, 300) == really_held(model, num_rows, 300)
+    model = models.tiny(name, windows=False)
+    assert models.held(model, num_rows, 300) == really_held(model, num_rows, 300)
 
 
 def test_bytes_of_every_file_are_at_most_those_of_mlx_lm():
-    gate = gates.bytes_gate(subjects.FILES)
+    gate = models.bytes_gate(models.FILES)
     print(gate)
     assert gate.holds
 
@@ -78,7 +77,7 @@ def test_bytes_of_every_file_are_at_most_those_of_mlx_lm():
 
 
 def test_one_budget_holds_seven_times_the_sequences_of_gemma_4_31b():
-    gate = gates.capacity_gate()
+    gate = models.capacity_gate()
     print(gate)
     assert gate.holds and gate.value < 8.4, "the limit"
 
@@ -95,6 +94,6 @@ def rows_of(text):
 def test_page_names_every_file_that_runs_where_the_command_finds_it():
     rows = re.findall(r"^\| ([\w +]+) \| ([\w.-]+(?:, [\w.-]+)*) \|$", PAGE.read_text(), re.MULTILINE)
     served = {name: how for how, names in rows for name in names.split(", ")}
-    assert {*served, *subjects.NOT_RUN} == set(subjects.FILES)
-    for line in report.measure(SAMPLE, 0, print):
+    assert {*served, *models.NOT_RUN} == set(models.FILES)
+    for line in models.measure(SAMPLE, 0, print):
         assert served[line.name] == line.route

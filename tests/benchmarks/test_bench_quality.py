@@ -5,6 +5,7 @@ import pytest
 
 pytest.importorskip("mlx.core")
 from benchmarks import quality
+from benchmarks.command import main
 
 
 def test_quality_trains_once_and_prints_a_row_per_policy(monkeypatch, capsys, tmp_path):
@@ -13,10 +14,10 @@ def test_quality_trains_once_and_prints_a_row_per_policy(monkeypatch, capsys, tm
     monkeypatch.setattr(quality, "STAGES", ((2, 2, 96, 2),))
     monkeypatch.setattr(quality, "sources", lambda folder: np.full((2, 4096), ord("x"), np.uint8))
     options = ["--context", "256", "--seeds", "1", "--samples", "1", "--cache-dir", str(tmp_path)]
-    quality.main(options)
+    main(quality, options)
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split(" | ")[0][2:] for row in rows] == [policy.name for policy in quality.policies(256)]
     monkeypatch.setattr(quality, "train", lambda *told: pytest.fail("trained again"))
     monkeypatch.setattr(quality, "policies", lambda context: [quality.Policy("unlimited")])
-    quality.main(options)
+    main(quality, options)
     assert capsys.readouterr().out.splitlines()[2:] == rows[:1]

@@ -1,8 +1,6 @@
 """The benchmarks with tables of their own run, on sizes of nothing, and `python -m benchmarks` asks for their gates."""
 
-import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as whole
-from benchmarks import block_pool, eviction, peers, vllm_source
+from benchmarks import block_pool, eviction, vllm_source
+from benchmarks.command import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +45,7 @@ def test_gates_of_a_program_decide_the_exit_status_of_all(monkeypatch, capsys):
 def test_every_row_of_the_table_runs():
     records = whole.run_benchmarks([])
     rows = {record["row"] for record in records if "row" in record}
-    assert {row for row in whole.LIMITS if "scheduler" not in row} <= rows and len(records) > 60
+    assert whole.LIMITS.keys() <= rows and len(records) > 50
 
 
 # ----------------------------------------------------------------------------------------------- pool_memory
@@ -56,7 +55,7 @@ def test_every_row_of_the_table_runs():
 def test_memory_of_a_pool_is_what_the_docs_say():
     from benchmarks.pool_memory import BLOCK_SIZE, rates
 
-    row = (ROOT / "docs" / "limits.md").read_text().split("- No growth: ")[1].split("\n\n")[0]
+    row = (ROOT / "docs" / "limits.md").read_text().split("- Memory of a pool: ")[1].split("`")[0]
     block, sequence, entry, cached_block, cached_sequence, *per_token, event = map(int, re.findall(r"\b\d+\b", row))
     plain, cached, told = rates(), rates(prefix_cache=True), rates(prefix_cache=True, events=1)
     expected = {"block, at best": block, "block, at worst": block, "sequence": sequence, "entry of its table": entry}
@@ -74,24 +73,23 @@ def test_eviction_prints_a_share_for_every_policy_and_its_gate_is_the_exit_statu
     monkeypatch.setattr(eviction, "PASSES", 1)
     asked = ["--model", "tiny", "--rows", "2", "--tokens", "64", "--steps", "8", "--json"]
     monkeypatch.setattr(eviction, "SHARE_MAX", 1)
-    assert eviction.main([*asked, "--gates"]) == 0
+    assert main(eviction, [*asked, "--gates"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == list(eviction.policies(64))
     works = ("H2O", "H2O, raw", "blocks")  # a window is a layer group of the pool, and nothing of it runs
     assert all((0 < row["value"] < 1) == (row["name"] in works) for row in rows)
     monkeypatch.setattr(eviction, "SHARE_MAX", -1)
-    assert eviction.main([*asked, "--gates"]) == 1
-    assert eviction.main(asked) == 0, "not asked for"
+    assert main(eviction, [*asked, "--gates"]) == 1
+    assert main(eviction, asked) == 0, "not asked for"
 
 
 # ------------------------------------------------------------------------------------------------ block pool
 
 
-def test_block_pool_without_vllm_says_how_to_get_it(monkeypatch):
+def test_block_pool_without_vllm_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setenv(vllm_source.VARIABLE, "/nowhere")
-    monkeypatch.setattr(sys, "argv", ["block_pool"])
-    with pytest.raises(SystemExit, match=r"^\[benchmarks.block_pool\] vLLM is not here: KVPOOL_VLLM has to name"):
-        block_pool.main()
+    assert main(block_pool, []) == 2
+    assert "benchmarks.block_pool: vLLM is not here: KVPOOL_VLLM has to name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("limit", "missed"), [(0, False), (1e9, True)])
@@ -99,28 +97,8 @@ def test_block_pool_has_a_row_per_call_and_its_gate_is_the_exit_status(monkeypat
     if vllm_source.load() is None:
         pytest.skip(vllm_source.ABSENT)
     monkeypatch.setattr(block_pool, "TIMES_MIN", {1: limit, 100: limit})
-    monkeypatch.setattr(sys, "argv", ["block_pool", "--rounds", "4", "--gates"])
-    with pytest.raises(SystemExit) if missed else contextlib.nullcontext():
-        block_pool.main()
-    rows = capsys.readouterr().out.splitlines()[1:-1]
+    assert main(block_pool, ["--rounds", "4", "--gates"]) == missed
+    rows = capsys.readouterr().out.splitlines()[:-1]
     calls = ("get", "free", "lookup", "cache", "touch", "evict")
     assert len(rows) == 22 and all(sum(row[3:].startswith(call) for row in rows) >= 2 for call in calls)
     assert all(row.startswith("NO" if missed else "ok") for row in rows)
-
-
-# -------------------------------------------------------------------------------------------------- peers
-
-
-def test_blocks_of_groups_leave_out_the_share_that_is_published():
-    for parts, published in peers.MODELS.values():
-        one, groups = peers.both(parts)
-        assert 100 * (1 - groups / one) == pytest.approx(published, abs=0.3)
-
-
-def test_prompts_are_looked_up_by_the_peers_that_are_here(monkeypatch, capsys):
-    monkeypatch.setattr(peers, "PROMPTS", (64,))
-    monkeypatch.setattr(sys, "argv", ["peers", "--rounds", "2", "--json"])
-    peers.main()
-    best = json.loads(capsys.readouterr().out)["lookups"]["64"]
-    here = [name for name, (_, variable) in peers.PEERS.items() if os.environ.get(variable)]
-    assert list(best) == ["kvpool, array", "kvpool, list", *here] and all(us > 0 for us in best.values())

@@ -19,7 +19,8 @@ from rich.console import Console
 import benchmarks.demo
 import kvpool
 from benchmarks.command import main as run_command
-from benchmarks.demo import command, models, occupancy, restart
+from benchmarks.demo import __main__ as command
+from benchmarks.demo import models, occupancy, restart
 from benchmarks.demo.settings import AllSettings
 from benchmarks.picture import BLOCKS, INK, OTHER, OTHER_LIGHT
 from kvpool.adapters.mlx_lm import passes, tiny
@@ -44,9 +45,6 @@ class SmallSettings(AllSettings):
     batch_sizes: tuple[int, ...] = (16,)
     context: int = 1024
     rounds: int = 3
-    attention_rows: int = 4
-    attention_context: int = 256
-    attention_steps: int = 3
     requests: int = 30
     pool_blocks: int = 128
     max_len: int = 512
@@ -234,7 +232,7 @@ def test_without_mlx_its_parts_are_not_run_and_not_held(small_demo, monkeypatch,
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
     assert run_demo("--json", "--out", str(tmp_path / "p.png")) == 1
     result = json.loads(capsys.readouterr().out)
-    assert set(result["not_run"]) == {"engine", "forks", "shared_prompt", "attention", "conversation", "layers"}
+    assert set(result["not_run"]) == {"engine", "forks", "shared_prompt", "conversation", "layers"}
     assert all("pip install 'kvpool[mlx]'" in reason for reason in result["not_run"].values())
     assert result["claims"]["tokens_identical"] is False
     assert result["claims"]["step_same_tables"] is True

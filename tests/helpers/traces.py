@@ -3,7 +3,8 @@
 import numpy as np
 
 from benchmarks.command import main
-from benchmarks.replay import Trace, command
+from benchmarks.replay import Trace
+from benchmarks.replay import __main__ as command
 
 
 def make_trace(requests, block_size=4):

@@ -11,7 +11,7 @@ from tests.verify._hooks import corrupt
 
 import kvpool
 from benchmarks.command import main
-from benchmarks.replay import command
+from benchmarks.replay import __main__ as command
 from benchmarks.replay.recorded import CALLS, Player, RecordedPool, RecordError, load, minimise, rerun
 from kvpool import Group, Plan, Pool
 from kvpool._core import BlockAPI

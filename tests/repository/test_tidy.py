@@ -36,7 +36,7 @@ CORE_NAME = re.compile(
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool/serving/", "kvpool_backends/mlx/"),
-    *("kvpool/cli/wired.py", "kvpool/cli/bench/metal.py", "benchmarks/serving/lm.py"),
+    *("kvpool/cli/wired.py", "kvpool/cli/bench/metal.py", "benchmarks/serving_lm.py"),
     "benchmarks/quality.py",
     *("kvpool/cli/demo/", "kvpool/cli/doctor.py", "benchmarks/demo/lm.py", "benchmarks/tiny_families.py"),
 )

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.governor import GIB, Computer, day, main
+from benchmarks import governor as simulated
+from benchmarks.command import main
+from benchmarks.governor import GIB, Computer, day
 from kvpool import governor
 from kvpool.governor import CRITICAL, WARNING, Governor, Holder, Machine
 
@@ -111,7 +113,7 @@ def test_idle_pool_shrinks_to_the_floor_and_the_next_request_does_not_wait():
 
 
 def test_day_of_the_picture_has_each_reason_and_keeps_the_reserve(capsys, tmp_path):
-    main(["--plot", str(tmp_path / "day.png")])
+    main(simulated, ["--plot", str(tmp_path / "day.png")])
     lines = capsys.readouterr().out.splitlines()
     assert {line.split("GiB  ")[1] for line in lines} == {governor.OTHERS, governor.WAITING, governor.IDLE}
     assert (tmp_path / "day.png").stat().st_size > 20_000

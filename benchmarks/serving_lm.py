@@ -17,8 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.utils import save_config, save_model
 from numpy.typing import NDArray
 
-from benchmarks.serving.harness import Tick
-from benchmarks.serving.workload import Workload
+from benchmarks.serving import Tick, Workload
 from kvpool import Request
 from kvpool.adapters.mlx_lm import loading, tiny
 from kvpool.adapters.mlx_lm.engine import Engine

@@ -1,4 +1,4 @@
-"""The clients, a process of their own: ``python -m benchmarks.http.clients`` reads requests, sends each when it is due.
+"""The clients, a process of their own: ``python -m benchmarks.http_clients`` reads requests, sends each when it is due.
 
 Each request has a connection of its own. While a run goes on, the process only keeps the bytes that come, with two
 times: its clock, and the CPU time of the server's process. They are read afterwards. It imports nothing but the

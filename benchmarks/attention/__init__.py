@@ -1,1 +1,0 @@
-"""Attention on the CPU, measured: ``python -m benchmarks.attention``."""
