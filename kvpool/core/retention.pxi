@@ -328,7 +328,7 @@ cdef void tree_tick(Groups* gs, int64_t now) noexcept nogil:
     cdef const Line* directives = &t.keeping.bucket[0] if t.keeping != NULL else NULL
     cdef const Line* pins = &t.pins.bucket[0] if t.pins != NULL else NULL
     cdef bint has_directives, has_pins
-    cdef int32_t bit = 0
+    cdef int32_t bit = 0 if directives != NULL or pins != NULL else TIME_BITS
     cdef int64_t begin
     while bit < TIME_BITS:
         has_directives = directives != NULL and directives[bit].size > 0
