@@ -27,6 +27,11 @@ cdef extern from "kvpool/include/kvpool.h":
         int64_t width
         int32_t itemsize
 
+    ctypedef struct kvpool_keep:
+        int64_t ttl
+        int64_t tokens
+        int32_t priority
+
     ctypedef struct kvpool_stats:
         int64_t num_blocks
         int64_t reserved
@@ -67,6 +72,13 @@ cdef extern from "kvpool/include/kvpool.h":
         int (*digest)(kvpool_pool*, uint64_t*) noexcept
         int (*group_array)(kvpool_plan*, int32_t, int32_t, kvpool_array*) noexcept
         int (*group_table)(kvpool_pool*, int64_t, int32_t, const int32_t**, int64_t*) noexcept
+        int (*open_kept)(kvpool_pool*, const int32_t*, int64_t, const char*, int64_t, const kvpool_keep*, int64_t*,
+                         int64_t*) noexcept
+        int (*commit_kept)(kvpool_pool*, const int64_t*, const int64_t*, int64_t, const int32_t*, int64_t,
+                           const kvpool_keep*) noexcept
+        int (*tick)(kvpool_pool*, int64_t) noexcept
+        int (*limit_kept)(kvpool_pool*, const char*, int64_t, int64_t) noexcept
+        int (*resize)(kvpool_pool*, int64_t, int32_t, int32_t*, int64_t, int64_t*) noexcept
 
 
 cdef int pool_from(void* object, kvpool_pool** pool) noexcept
@@ -97,3 +109,11 @@ cdef int stats(kvpool_pool* pool, kvpool_stats* stats, int64_t size) noexcept
 cdef int digest(kvpool_pool* pool, uint64_t* digest) noexcept
 cdef int group_array(kvpool_plan* plan, int32_t group, int32_t name, kvpool_array* array) noexcept
 cdef int group_table(kvpool_pool* pool, int64_t handle, int32_t group, const int32_t** blocks, int64_t* n) noexcept
+cdef int open_kept(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
+                   const kvpool_keep* keep, int64_t* handle, int64_t* cached) noexcept
+cdef int commit_kept(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n,
+                     const int32_t* tokens, int64_t num_tokens, const kvpool_keep* keep) noexcept
+cdef int tick(kvpool_pool* pool, int64_t now) noexcept
+cdef int limit_kept(kvpool_pool* pool, const char* name_space, int64_t name_bytes, int64_t blocks) noexcept
+cdef int resize(kvpool_pool* pool, int64_t num_blocks, int32_t arena, int32_t* moves, int64_t room,
+                int64_t* n) noexcept

@@ -1,19 +1,20 @@
 """The C interface: `Pool`'s calls as functions on opaque pointers that return a status; kvpool.h is the contract.
 
-A call copies C arrays and makes no Python object, unless it fails: then the exception that Python would have
-seen is kept in the dictionary of the thread, and becomes a status. `cimport kvpool.capi` gets at the functions by
+A call copies C arrays and makes no Python object, unless it is `resize` or fails: then the exception that Python would
+have seen is kept in the dictionary of the thread, and becomes a status. `cimport kvpool.capi` gets at the functions by
 name, everybody else at the same ones through the capsule ``kvpool._C_API``.
 """
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_New
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvpool._core cimport (
-    BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, LAST_PAGE_LEN, OK, ONLY_GROUP, POSITIONS, SEQ_LENS, SLOT_IDS,
-    SLOT_MAPPING, Field, Ints, Plan, PlanGroup, Pool, Spare, State, StepPart, Verdict, ints_copy, ints_free, ints_init,
-    ints_tokens, pool_close, pool_commit, pool_enter, pool_fork, pool_leave, pool_next_handle, pool_open, pool_table,
-    pool_truncate, refuse, seq_judge_any, slot_of,
+    BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, LAST_PAGE_LEN, NOT_INDEXED, NO_LIMIT, OK, ONLY_GROUP, POSITIONS,
+    PRIORITIES, SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Directive, Field, Ints, Plan, PlanGroup, Pool, Spare, State, StepPart,
+    Verdict, ints_copy, ints_free, ints_init, ints_tokens, pool_close, pool_commit, pool_enter, pool_fork, pool_leave,
+    pool_limit_kept, pool_next_handle, pool_open, pool_table, pool_tick, pool_truncate, refuse, refused, seq_judge_any,
+    slot_of, to_int,
 )
 
 from kvpool.errors import (
@@ -112,6 +113,9 @@ cdef enum:                      # what an argument is
     HANDLES                     # an array of int64: handles, lengths, counts
     TOKENS                      # an array of int32
     ONE_EACH                    # no array
+    KEEP                        # a directive, or none
+    TIME
+    LIMIT                       # -1: none
 
 
 cdef struct Argument:
@@ -120,6 +124,7 @@ cdef struct Argument:
     const void* data
     int64_t size
     Ints ints                   # the copy of an array; a count
+    Directive directive         # the copy of a directive
 
 
 cdef struct Given:              # what a call was given, beside its pool
@@ -149,6 +154,26 @@ cdef inline void give(Given* given, int kind, str name, const void* data, int64_
     a.ints.owned = NULL
 
 
+cdef int judge_number(int64_t value, int64_t low, int64_t high, str call, str name) except -1:
+    if not low <= value <= high:
+        to_int(value, call, name, low, high)    # says what is wrong
+    return 0
+
+
+cdef int judge_keep(const kvpool_keep* keep, Directive* told, str call) except -1:
+    """What a directive says, NULL: nothing."""
+    told.priority, told.ttl, told.tokens = 0, 0, INT64_MAX
+    if keep == NULL:
+        return 0
+    judge_number(keep.priority, 1, PRIORITIES - 1, call, "keep.priority")
+    judge_number(keep.ttl, 1, INT64_MAX >> 1, call, "keep.ttl")
+    judge_number(keep.tokens, 0, INT64_MAX >> 1, call, "keep.tokens")
+    told.priority, told.ttl = keep.priority, keep.ttl
+    if keep.tokens:
+        told.tokens = keep.tokens
+    return 0
+
+
 cdef int judge(Argument* a, Spare* spare, str call) except -1:
     """Refuse what no call takes; copy an array."""
     cdef str name = <str>a.name
@@ -160,6 +185,12 @@ cdef int judge(Argument* a, Spare* spare, str call) except -1:
         ints_tokens(&a.ints, call)
     elif a.kind == OUT:
         refuse_null(a.data, call, name)
+    elif a.kind == KEEP:
+        judge_keep(<const kvpool_keep*>a.data, &a.directive, call)
+    elif a.kind == TIME:
+        judge_number(a.size, 0, INT64_MAX >> 1, call, name)
+    elif a.kind == LIMIT:
+        judge_number(a.size, -1, 1 << 30, call, name)
     elif a.kind == COUNT:
         if a.size < 0:
             raise ValueError(f"[{call}] {name} is negative ({a.size})")
@@ -239,11 +270,15 @@ cdef int plan_from(void* object, kvpool_plan** plan) noexcept:
 # -- sequences
 
 cdef int do_open(State* pool, Given* given, Verdict* v) noexcept nogil:
-    """Arguments: where the handle goes, a namespace, a count or a prompt."""
+    """Arguments: where the handle goes, a namespace, a count or a prompt, a directive."""
     cdef Argument* space = &given.argument[1]
+    cdef const Directive* keep = &given.argument[3].directive if given.num_arguments > 3 else NULL
     cdef int64_t made = pool_next_handle(pool)
-    cdef int status = pool_open(pool, &given.argument[2].ints, <const char*>space.data if space.size else UNNAMED,
-                                space.size, -1, True, True, False, False, False, NULL, v)
+    cdef int status
+    if keep != NULL and keep.priority and pool.groups.tree == NULL:
+        return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
+    status = pool_open(pool, &given.argument[2].ints, <const char*>space.data if space.size else UNNAMED,
+                       space.size, -1, True, True, False, False, False, keep, v)
     if status == OK:
         (<int64_t*>given.argument[0].data)[0] = made
         if given.more != NULL:
@@ -269,6 +304,18 @@ cdef int open_prompt(kvpool_pool* pool, const int32_t* prompt, int64_t n, const 
     give(&given, NAMESPACE, "name_space", name_space, name_bytes)
     give(&given, TOKENS, "tokens", prompt, n)
     return perform(pool, "open_prompt", &given, do_open)
+
+
+cdef int open_kept(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
+                   const kvpool_keep* keep, int64_t* handle, int64_t* cached) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    given.more = cached
+    give(&given, OUT, "handle", handle, 1)
+    give(&given, NAMESPACE, "name_space", name_space, name_bytes)
+    give(&given, TOKENS, "tokens", prompt, n)
+    give(&given, KEEP, "keep", keep, 1)
+    return perform(pool, "open_kept", &given, do_open)
 
 
 cdef int do_fork(State* pool, Given* given, Verdict* v) noexcept nogil:
@@ -308,7 +355,8 @@ cdef int close(kvpool_pool* pool, const int64_t* handles, int64_t n) noexcept:
 
 cdef int do_commit(State* pool, Given* given, Verdict* v) noexcept nogil:
     cdef Argument* a = given.argument
-    return pool_commit(pool, &a[0].ints, &a[1].ints, &a[2].ints, a[1].kind == ONE_EACH, NULL, v)
+    return pool_commit(pool, &a[0].ints, &a[1].ints, &a[2].ints, a[1].kind == ONE_EACH,
+                       &a[3].directive if given.num_arguments > 3 else NULL, v)
 
 
 cdef int commit(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,
@@ -319,6 +367,65 @@ cdef int commit(kvpool_pool* pool, const int64_t* handles, const int64_t* counts
     give(&given, HANDLES if counts != NULL else ONE_EACH, "counts", counts, n)
     give(&given, TOKENS, "tokens", tokens, num_tokens)
     return perform(pool, "commit", &given, do_commit)
+
+
+cdef int commit_kept(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n,
+                     const int32_t* tokens, int64_t num_tokens, const kvpool_keep* keep) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    give(&given, HANDLES, "handles", handles, n)
+    give(&given, HANDLES if counts != NULL else ONE_EACH, "counts", counts, n)
+    give(&given, TOKENS, "tokens", tokens, num_tokens)
+    give(&given, KEEP, "keep", keep, 1)
+    return perform(pool, "commit_kept", &given, do_commit)
+
+
+# -- retention, and the size
+
+cdef int do_tick(State* pool, Given* given, Verdict* v) noexcept nogil:
+    return pool_tick(pool, given.argument[0].size, v)
+
+
+cdef int tick(kvpool_pool* pool, int64_t now) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    give(&given, TIME, "now", NULL, now)
+    return perform(pool, "tick", &given, do_tick)
+
+
+cdef int do_limit_kept(State* pool, Given* given, Verdict* v) noexcept nogil:
+    cdef Argument* space = &given.argument[0]
+    cdef int64_t most = given.argument[1].size
+    return pool_limit_kept(pool, <const char*>space.data if space.size else UNNAMED, space.size,
+                           most if most >= 0 else NO_LIMIT, v)
+
+
+cdef int limit_kept(kvpool_pool* pool, const char* name_space, int64_t name_bytes, int64_t blocks) noexcept:
+    cdef Given given
+    begin(&given, 0)
+    give(&given, NAMESPACE, "name_space", name_space, name_bytes)
+    give(&given, LIMIT, "blocks", NULL, blocks)
+    return perform(pool, "limit_kept", &given, do_limit_kept)
+
+
+cdef int resize(kvpool_pool* pool_, int64_t num_blocks, int32_t arena, int32_t* moves, int64_t room,
+                int64_t* n) noexcept:
+    cdef Pool pool
+    cdef dict found
+    cdef int status = KVPOOL_OK
+    if not PyGILState_Check():
+        return KVPOOL_NO_GIL
+    try:
+        pool = get_pool(pool_, "resize")
+        judge_number(room, 0, INT64_MAX, "resize", "room")
+        if room:
+            refuse_null(moves, "resize", "moves")
+        refuse_null(n, "resize", "n")
+        found = pool.resize_arenas(num_blocks, arena, moves, room)
+        n[0] = len(found[arena])
+    except BaseException as error:
+        status = failed(error)
+    return status
 
 
 # -- steps
@@ -592,5 +699,10 @@ functions.stats = stats
 functions.digest = digest
 functions.group_array = group_array
 functions.group_table = group_table
+functions.open_kept = open_kept
+functions.commit_kept = commit_kept
+functions.tick = tick
+functions.limit_kept = limit_kept
+functions.resize = resize
 
 _C_API = PyCapsule_New(&functions, KVPOOL_CAPSULE, NULL)

@@ -36,7 +36,7 @@ CALLS = {  # every call that may change a pool -> its arguments in order; what i
     "reserve": "plan handles num_new", "done": "plan", "rollback": "plan", "unshare": "plan handles lens first",
     "compact": "handles lens first", "evict_blocks": "handle indices", "reset": "",
     "prefix.commit": "handles tokens counts keep", "prefix.tick": "now",
-    "prefix.limit_kept": "namespace blocks", "prefix.pin": "tokens namespace", "prefix.flush": "namespace",
+    "prefix.limit_kept": "namespace blocks", "prefix.pin": "tokens namespace ttl", "prefix.flush": "namespace",
     "blocks.alloc": "n", "blocks.incref": "ids", "blocks.decref": "ids", "blocks.free": "ids", "blocks.evict": "n",
     "blocks.take": "n", "blocks.take_block": "block", "blocks.touch": "ids blank", "blocks.release": "ids oldest",
     "blocks.mark_cached": "ids", "blocks.uncache": "ids keep_place", "blocks.drain_evicted": "",

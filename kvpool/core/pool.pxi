@@ -1154,11 +1154,15 @@ cdef class Pool:
         >>> pool.resize(4).tolist(), pool.table(second).tolist()
         ([[4, 1], [5, 2]], [1, 2])
         """
-        found = self.resize_arenas(read_sizes(num_blocks, arena, self.state.num_arenas))
+        found = self.resize_arenas(num_blocks, arena, NULL, INT64_MAX)
         return found if isinstance(num_blocks, dict) else found.popitem()[1]
 
-    cdef dict resize_arenas(self, dict wanted):
-        """Resize some arenas, all or none; returns the moves of each. Whatever can fail is made before."""
+    cdef dict resize_arenas(self, object num_blocks, object arena, int32_t* to, int64_t room_there):
+        """Resize some arenas, all or none; returns the moves of each. Whatever can fail is made before.
+
+        `to`: where those of the one arena go instead, with room for so many; what is returned has their number alone.
+        """
+        cdef dict wanted = read_sizes(num_blocks, arena, self.state.num_arenas)
         cdef int32_t[MAX_ARENAS] sizes, room, counts
         cdef int32_t* moves[MAX_ARENAS]
         cdef Verdict v
@@ -1173,8 +1177,12 @@ cdef class Pool:
             changed = options_of_size(options, target)
             found = {k: empty((room[k], 2), INT32) for k in wanted}
             for k in range(len(target)):
+                if room[k] > room_there:
+                    raise ValueError(f"[resize] there is room for {room_there} moves, there may be {room[k]}")
                 sizes[k] = target[k]
                 moves[k] = <int32_t*>array_data(found[k]) if k in found else NULL
+                if to != NULL and k in found:
+                    moves[k] = to
             pool_enter(&self.state, "resize")
             if self.options is options:         # else another thread was faster
                 status = pool_resize(&self.state, sizes, moves, room, counts, &v)

@@ -57,7 +57,8 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
 
     `load`: somebody fills these, `pool_loaded` ends that. `again`: the prompt counts apart. `tokens.data` NULL: a
     count. `cut`: see docs/prefix.md, -1: not told. `asked`: whether it could be opened is all that is wanted, nothing
-    is committed. `keep`: NULL or with priority 0: none. Else the sequence gets the handle that `pool_next_handle` told.
+    is committed. `keep`: NULL or with priority 0: none, its ttl is then that of a pin. Else the sequence gets the
+    handle that `pool_next_handle` told.
     """
     if has_tree(pool):
         return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, again, asked, keep, v)
@@ -204,6 +205,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef uint32_t root_hash = <uint32_t>hash & ix.keep
     cdef Name* name = names_find(&ix.names, hash, space, size)
     cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, j
+    cdef bint is_timed = keep != NULL and keep.priority == 0 and keep.ttl > 0
     hit.known = hit.nodes = 0
     hit.checkpoint = NO_CHECKPOINT
     hit.digest = root_hash
@@ -220,7 +222,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
     if asked:
         return OK
-    if keep != NULL and keep.priority and keeping_init(t) != OK:
+    if (keep != NULL and keep.priority and keeping_init(t) != OK) or (is_timed and pins_init(t, s.max_seqs) != OK):
         return refused(v, NO_MEMORY, -1, t.room, 0, 0, 0)
     name = enter_name(pool, name, hash, space, size, v)
     if name == NULL:
@@ -253,22 +255,29 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
     if keep != NULL and keep.priority:
         t.row[slot].keep = keep[0]
         row_keep(gs, slot, keep)
+    if is_timed:
+        pin_until(gs, slot, keep.ttl)
     return OK
 
 
 cdef int pool_tick(State* pool, int64_t now, Verdict* v) noexcept nogil:
-    cdef Tree* t = pool.groups.tree
-    if now < t.now:
-        return refused(v, CLOCK_BACK, -1, now, t.now, 0, 0)
-    tree_tick(t, now)
+    if not has_tree(pool):
+        return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
+    if now < pool.groups.tree.now:
+        return refused(v, CLOCK_BACK, -1, now, pool.groups.tree.now, 0, 0)
+    tree_tick(pool.groups, now)
     pool.blocks.digest = mix(mix(pool.blocks.digest, OP_TICK), now)
     return OK
 
 
 cdef int pool_limit_kept(State* pool, const char* space, int64_t size, int64_t blocks, Verdict* v) noexcept nogil:
     """How many nodes a namespace may keep, NO_LIMIT: as many as there are. A namespace with a limit is known."""
-    cdef uint64_t hash = names_hash(&pool.index.names, space, size)
-    cdef Name* name = names_find(&pool.index.names, hash, space, size)
+    cdef uint64_t hash
+    cdef Name* name
+    if not has_tree(pool):
+        return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
+    hash = names_hash(&pool.index.names, space, size)
+    name = names_find(&pool.index.names, hash, space, size)
     if name != NULL or blocks != NO_LIMIT:
         name = enter_name(pool, name, hash, space, size, v)
         if name == NULL:
@@ -363,7 +372,7 @@ cdef bint can_open(State* pool, object tokens, object namespace, bint reserve, b
 
 
 cdef object open_tokens(State* pool, object tokens, object namespace, object cut, bint reserve, str call, bint take,
-                        bint load, bint again, object keep):
+                        bint load, bint again, object keep, object ttl=None):
     """A new sequence over what is cached of a prompt, or with blocks for a count; see `pool_open`."""
     cdef Ints prompt
     cdef object handle
@@ -372,6 +381,8 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
     cdef Verdict v
     cdef int status = RETRY
     read_keep(&told, keep, call)
+    if ttl is not None:
+        told.ttl = to_int(ttl, call, "ttl", 1, INT64_MAX >> 1)
     if keep is not None and not has_tree(pool):
         raise ValueError(f"[{call}] keep is {keep}, but the pool has no prefix cache: leave it out")
     ints_init(&prompt, &pool.spare)
@@ -598,27 +609,60 @@ cdef class PrefixCache:
             refuse("wanted", &v)
         return result
 
-    def pin(self, tokens, namespace=b""):
+    def pin(self, tokens, namespace=b"", *, ttl=None):
         """Hold the cached blocks of a prefix, from its root, against eviction; `unpin` lets go.
+
+        Parameters
+        ----------
+        tokens : ints
+            int32 or int64, shape ``(n,)``.
+        namespace : bytes
+        ttl : int, optional
+            1 .. 2^62 - 1, in the unit of the clock of `tick`: the first `tick` that is so much later than the last one
+            before the call closes the pin, if nobody has; default: none does.
 
         Returns
         -------
         int
             The handle of a sequence over all full blocks that are cached; its `num_tokens` says how much that is.
+
+        Raises
+        ------
+        OutOfBlocks, OutOfSequences, CapacityExceeded
+            A group of states has no slot, no row is free, or the tokens are too many. State unchanged.
+        TypeError, ValueError
+            An argument has another type, or is out of range. State unchanged.
+
+        Notes
+        -----
+        What `tick` closed is closed: `unpin` of its handle raises `StaleHandle`, `Pool.is_open` says False. A fork of a
+        pin has no ttl.
+
+        Examples
+        --------
+        >>> from kvpool import Pool
+        >>> pool = Pool(num_blocks=8, block_size=4, prefix_cache=True)
+        >>> pin = pool.prefix.pin([7, 8, 9, 10], ttl=60)
+        >>> pool.prefix.tick(59)
+        >>> pool.is_open(pin)
+        True
+        >>> pool.prefix.tick(60)
+        >>> pool.is_open(pin)
+        False
         """
-        return open_tokens(self.state, tokens, namespace, None, False, "pin", False, False, False, None)
+        return open_tokens(self.state, tokens, namespace, None, False, "pin", False, False, False, None, ttl)
 
     def unpin(self, handle):
-        """Let go of a pinned prefix: `close`."""
+        """Let go of a pinned prefix: `Pool.close`."""
         self.pool.close(handle)
 
     def tick(self, now):
-        """Tell the time, which ends what `Keep` said: the pool has no clock of its own.
+        """Tell the time, which ends what `Keep` said and closes pins: the pool has no clock of its own.
 
         Parameters
         ----------
         now : int
-            0 .. 2^62 - 1, in the unit of `Keep.ttl`, not less than before. It is 0 at first.
+            0 .. 2^62 - 1, in the unit of every ttl, not less than before. It is 0 at first.
 
         Raises
         ------
@@ -627,7 +671,8 @@ cdef class PrefixCache:
 
         Notes
         -----
-        Amortised O(1) for each directive. Every rank that is to evict alike must be told the same, at the same place.
+        Legal while a plan is pending. Amortised O(1) for each directive and pin. Every rank that is to evict alike must
+        be told the same, at the same place.
         """
         cdef int64_t wanted = to_int(now, "tick", "now", 0, INT64_MAX >> 1)
         cdef Verdict v

@@ -234,6 +234,8 @@ cdef void row_leaves(Groups* gs, int32_t slot) noexcept nogil:
 cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil:
     """A sequence, whose blocks are released, is closed; what it has not loaded nobody will."""
     row_leaves(gs, slot)
+    if seldom(gs.tree.pins != NULL):
+        pin_closes(gs.tree, slot)
     if gs.tree.num_loads and gs.group[gs.tree.state_group].table[slot] != NO_BLOCK:
         end_idle_load(gs, gs.group[gs.tree.state_group].table[slot])
 

@@ -112,7 +112,7 @@ cdef struct Line:               # nodes or checkpoints, least recently used firs
 cdef struct Directive:          # what a `Keep` says
     int64_t ttl
     int64_t tokens              # INT64_MAX: all
-    int32_t priority            # 0: there is none
+    int32_t priority            # 0: there is none, and `ttl` is that of a pin, 0: none
 
 
 cdef struct NodeKept:           # what a node has besides once there are directives
@@ -121,8 +121,8 @@ cdef struct NodeKept:           # what a node has besides once there are directi
     int32_t reasons             # nodes right below that are kept, and that directive
 
 
-# Directives stand in a radix heap (Ahuja et al., 1990): the clock only goes on, so each moves down once a bit.
-#   bucket of a directive == highest bit in which its end differs from `Tree.now`
+# Directives and pins stand in radix heaps (Ahuja et al., 1990): the clock only goes on, so each moves down once a bit.
+#   its bucket == highest bit in which its end differs from `Tree.now`
 cdef struct Keeping:            # made with the first directive
     NodeKept* node              # [room]
     Link* link                  # [room] of a node in its bucket
@@ -133,6 +133,12 @@ cdef struct Keeping:            # made with the first directive
     int64_t turn                # of what was set aside last
     int32_t num_kept            # nodes
     int32_t num_checkpoints     # set aside
+
+
+cdef struct Pins:               # made with the first pin that has a ttl
+    int64_t* until              # [max_seqs] when a row is closed, 0: it is no such pin
+    Link* link                  # [max_seqs] of a row in its bucket
+    Line[TIME_BITS] bucket      # rows; of equal ends, the earlier pin first
 
 
 cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
@@ -154,6 +160,7 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
 #   a checkpoint may leave  <=>  loads == 0 == step  <=>  its bundle is EVICTABLE; then its tails may leave, too
 #   cold, warm and listed have just those units and checkpoints that may leave; all but cold are in order of use
 #   a node is kept  <=>  a directive ends there, or a node right below is kept; no parent has a lower rank
+#   a row is in a bucket of pins  <=>  it is a pin with a ttl, and its end is later than now
 #   place == ASIDE  =>  the unit stands in the line of its rank; so does a checkpoint that is `aside`
 #   num_nodes, num_checkpoints, num_loads and num_saves are counted
 #   an open row has not published all that it committed  =>  has_waiting
@@ -189,6 +196,7 @@ cdef struct Tree:
     int64_t clock
     int64_t now                 # the caller's clock
     Keeping* keeping            # NULL: there was no directive
+    Pins* pins                  # NULL: no pin had a ttl
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending
     bint has_waiting            # a row may have committed blocks that are not published
@@ -244,6 +252,11 @@ cdef void keeping_reset(Keeping* k) noexcept nogil
 cdef bint evict_beside_kept(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil
 cdef uint64_t keeping_fingerprint(const Tree* t, uint64_t h) noexcept nogil
 cdef bint check_keeping(const Tree* t, int32_t* seen, char* finding) noexcept nogil
+cdef void pins_free(Tree* t) noexcept nogil
+cdef void pins_reset(Pins* p, int32_t max_seqs) noexcept nogil
+cdef void pin_closes(Tree* t, int32_t slot) noexcept nogil
+cdef uint64_t pins_fingerprint(const Tree* t, uint64_t h) noexcept nogil
+cdef bint check_pins(const Groups* gs, char* finding) noexcept nogil
 cdef void node_passes_on(Tree* t, int32_t n) noexcept nogil
 cdef void node_let_go(Tree* t, int32_t n) noexcept nogil
 cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil

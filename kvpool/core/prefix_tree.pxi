@@ -29,6 +29,7 @@ cdef void tree_free(Tree* t) noexcept nogil:
     xfree(t.load)
     xfree(t.load_step)
     keeping_free(t)
+    pins_free(t)
     xfree(t)
 
 
@@ -175,6 +176,8 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     t.has_waiting = False
     if t.keeping != NULL:
         keeping_reset(t.keeping)
+    if t.pins != NULL:
+        pins_reset(t.pins, gs.seqs.max_seqs)
 
 
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
@@ -191,7 +194,7 @@ cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
     found = t.room * per_node + t.num_buckets * <int64_t>sizeof(int32_t)
     for k in range(gs.num_arenas):
         found += gs.arena[k].num_blocks * <int64_t>(sizeof(Standing) + (4 if t.column_after[k] != NULL else 0))
-    found += gs.seqs.max_seqs * <int64_t>sizeof(RowPlaces)
+    found += gs.seqs.max_seqs * <int64_t>(sizeof(RowPlaces) + (sizeof(int64_t) + sizeof(Link) if t.pins != NULL else 0))
     if t.state_group >= 0:
         found += 12 * <int64_t>gs.group[t.state_group].blocks.num_blocks
     return found + t.checkpoint_room * <int64_t>(sizeof(Checkpoint) + sizeof(Link) + t.bundle_size * 4)
@@ -747,7 +750,7 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
     h = line_fingerprint(&t.listed[1], t.link, h)
     for n in range(t.fresh_checkpoint):
         h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
-    return names_fingerprint(&t.index.names, keeping_fingerprint(t, mix(h, t.has_waiting)))
+    return names_fingerprint(&t.index.names, pins_fingerprint(t, keeping_fingerprint(t, mix(h, t.has_waiting))))
 
 
 cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil:
@@ -986,4 +989,5 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
         if row_waits(gs, slot) and not t.has_waiting:
             return snprintf(finding, FINDING, b"sequence in slot %d waits to publish, and no plan will see it",
                             slot) > 0
-    return check_units(t, finding) or check_checkpoints(gs, seen, finding) or check_keeping(t, seen, finding)
+    return (check_units(t, finding) or check_checkpoints(gs, seen, finding) or check_keeping(t, seen, finding)
+            or check_pins(gs, finding))

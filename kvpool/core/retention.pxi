@@ -1,4 +1,5 @@
-"""Retention: directives keep nodes, and what is to leave goes past them. docs/prefix.md is the contract.
+"""Retention: directives keep nodes, and what is to leave goes past them; pins with a ttl end. docs/prefix.md is the
+contract.
 
 Why it is so:
 
@@ -9,6 +10,7 @@ Why it is so:
   no parent has a lower priority than a node below it.
 - A directive ends at one node, and those above are kept because of it. When that node is forgotten, the one above has
   the directive: blocks that left because nothing else was there do not let go of the rest of their prefix.
+- One loop stops the clock for directives and for pins: so a tick is all ticks between the last one and it, in order.
 """
 
 
@@ -152,26 +154,26 @@ cdef void node_lose_reason(Tree* t, int32_t n) noexcept nogil:
 
 # ---- directives --------------------------------------------------------------------------------------------
 
-cdef inline Line* bucket_until(Tree* t, int64_t until) noexcept nogil:
-    """Where a directive stands that ends then, which is later than now."""
-    cdef uint64_t differs = <uint64_t>(until ^ t.now) >> 1
+cdef inline Line* bucket_until(Line* bucket, int64_t now, int64_t until) noexcept nogil:
+    """Where a directive or a pin stands that ends then, which is later than now."""
+    cdef uint64_t differs = <uint64_t>(until ^ now) >> 1
     cdef int32_t bit = 0
     while differs:
         differs >>= 1
         bit += 1
-    return &t.keeping.bucket[bit]
+    return &bucket[bit]
 
 
 cdef void directive_remove(Tree* t, int32_t n) noexcept nogil:
     """The directive that ends at a node is in no bucket."""
-    line_remove(bucket_until(t, t.keeping.node[n].until), t.keeping.link, n)
+    line_remove(bucket_until(t.keeping.bucket, t.now, t.keeping.node[n].until), t.keeping.link, n)
     t.keeping.node[n].until = 0
 
 
 cdef void directive_end_at(Tree* t, int32_t n, int64_t until, int64_t number, int32_t below) noexcept nogil:
     """A directive ends at a node, if none does that ends later; in its bucket behind that of the node `below`."""
     cdef NodeKept* kept = &t.keeping.node[n]
-    cdef Line* line = bucket_until(t, until)
+    cdef Line* line = bucket_until(t.keeping.bucket, t.now, until)
     if kept.until > until or (kept.until == until and kept.number > number):
         return
     if kept.until:
@@ -229,34 +231,119 @@ cdef void row_keep(Groups* gs, int32_t slot, const Directive* keep) noexcept nog
         n = t.node[n].parent
 
 
-cdef void tree_tick(Tree* t, int64_t now) noexcept nogil:
-    """It is `now`, which is not earlier than before: end what is over. Amortised O(1) for each directive.
-
-    The clock stops at the earliest time that the first bucket can have, where each of its directives moves down.
-    """
+cdef void directives_end(Tree* t, int32_t bit) noexcept nogil:
+    """It is the earliest time that a bucket can have: end the directives that end now, and let the others move down."""
     cdef Keeping* k = t.keeping
-    cdef int32_t bit = 0, n, after
-    cdef int64_t begin
+    cdef int32_t n = k.bucket[bit].head, after
     cdef Line* line
-    while k != NULL and bit < TIME_BITS:
-        if k.bucket[bit].size == 0:
+    line_init(&k.bucket[bit])
+    while n != NO_NODE:
+        after = k.link[n].next
+        if k.node[n].until == t.now:
+            k.node[n].until = 0
+            node_lose_reason(t, n)
+        else:
+            line = bucket_until(k.bucket, t.now, k.node[n].until)
+            line_insert(line, k.link, n, line.tail)
+        n = after
+
+
+# ---- pins --------------------------------------------------------------------------------------------------
+
+cdef void pins_free(Tree* t) noexcept nogil:
+    if t.pins != NULL:
+        xfree(t.pins.until)
+        xfree(t.pins.link)
+        xfree(t.pins)
+        t.pins = NULL
+
+
+cdef int pins_init(Tree* t, int32_t max_seqs) noexcept nogil:
+    """There will be a pin with a ttl."""
+    if t.pins != NULL:
+        return OK
+    t.pins = <Pins*>xcalloc(1, sizeof(Pins))
+    if t.pins == NULL:
+        return NO_MEMORY
+    t.pins.until = <int64_t*>xcalloc(max_seqs, sizeof(int64_t))
+    t.pins.link = <Link*>xcalloc(max_seqs, sizeof(Link))
+    if t.pins.until == NULL or t.pins.link == NULL:
+        pins_free(t)
+        return NO_MEMORY
+    pins_reset(t.pins, max_seqs)
+    return OK
+
+
+cdef void pins_reset(Pins* p, int32_t max_seqs) noexcept nogil:
+    """No row is a pin with a ttl."""
+    cdef int32_t i
+    memset(p.until, 0, max_seqs * sizeof(int64_t))
+    for i in range(TIME_BITS):
+        line_init(&p.bucket[i])
+
+
+cdef void pin_until(Groups* gs, int32_t slot, int64_t ttl) noexcept nogil:
+    """A new row is a pin with a ttl."""
+    cdef Tree* t = gs.tree
+    cdef int64_t until = t.now + ttl
+    cdef Line* line = bucket_until(t.pins.bucket, t.now, until)
+    t.pins.until[slot] = until
+    line_insert(line, t.pins.link, slot, line.tail)
+    gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_PIN_TTL), ttl)
+
+
+cdef void pin_closes(Tree* t, int32_t slot) noexcept nogil:
+    """A row is closed, which may be a pin with a ttl."""
+    if t.pins.until[slot]:
+        line_remove(bucket_until(t.pins.bucket, t.now, t.pins.until[slot]), t.pins.link, slot)
+        t.pins.until[slot] = 0
+
+
+cdef void pins_end(Groups* gs, int32_t bit) noexcept nogil:
+    """`directives_end` for pins: a row whose time is over is closed."""
+    cdef Tree* t = gs.tree
+    cdef Pins* p = t.pins
+    cdef int32_t slot = p.bucket[bit].head, after
+    cdef Line* line
+    line_init(&p.bucket[bit])
+    while slot != NO_NODE:
+        after = p.link[slot].next
+        if p.until[slot] == t.now:
+            p.until[slot] = 0
+            groups_close(gs, slot)
+        else:
+            line = bucket_until(p.bucket, t.now, p.until[slot])
+            line_insert(line, p.link, slot, line.tail)
+        slot = after
+
+
+# ---- the clock ---------------------------------------------------------------------------------------------
+
+cdef void tree_tick(Groups* gs, int64_t now) noexcept nogil:
+    """It is `now`, which is not earlier than before: end what is over. Amortised O(1) for each directive and pin.
+
+    The clock stops at the earliest time that the first bucket can have, where all that it has ends or moves down.
+    """
+    cdef Tree* t = gs.tree
+    cdef const Line* directives = &t.keeping.bucket[0] if t.keeping != NULL else NULL
+    cdef const Line* pins = &t.pins.bucket[0] if t.pins != NULL else NULL
+    cdef bint has_directives, has_pins
+    cdef int32_t bit = 0 if directives != NULL or pins != NULL else TIME_BITS
+    cdef int64_t begin
+    while bit < TIME_BITS:
+        has_directives = directives != NULL and directives[bit].size > 0
+        has_pins = pins != NULL and pins[bit].size > 0
+        if not has_directives and not has_pins:
             bit += 1
             continue
         begin = ((t.now >> bit) | 1) << bit
         if begin > now:
             break
         t.now = begin
-        n = k.bucket[bit].head
-        line_init(&k.bucket[bit])
-        while n != NO_NODE:
-            after = k.link[n].next
-            if k.node[n].until == begin:
-                k.node[n].until = 0
-                node_lose_reason(t, n)
-            else:
-                line = bucket_until(t, k.node[n].until)
-                line_insert(line, k.link, n, line.tail)
-            n = after
+        if has_directives:
+            directives_end(t, bit)
+        if has_pins:
+            pins_end(gs, bit)
         bit = 0
     t.now = now
 
@@ -317,7 +404,7 @@ cdef bint check_keeping(const Tree* t, int32_t* seen, char* finding) noexcept no
             return True
         n = k.bucket[i].head
         while n != NO_NODE:
-            if k.node[n].until == 0 or bucket_until(<Tree*>t, k.node[n].until) != &k.bucket[i]:
+            if k.node[n].until == 0 or bucket_until(k.bucket, t.now, k.node[n].until) != &k.bucket[i]:
                 return snprintf(finding, FINDING, b"node %d is in bucket %d until %lld", n, i,
                                 <long long>k.node[n].until) > 0
             n = k.link[n].next
@@ -340,4 +427,38 @@ cdef bint check_keeping(const Tree* t, int32_t* seen, char* finding) noexcept no
     if units or checkpoints != k.num_checkpoints:
         return snprintf(finding, FINDING, b"%d units, or %d of %d checkpoints, are set aside in no line", -units,
                         checkpoints, k.num_checkpoints) > 0
+    return False
+
+
+cdef uint64_t pins_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
+    """`h` as it is, where no pin has a ttl."""
+    cdef int32_t i, slot
+    for i in range(TIME_BITS if t.pins != NULL else 0):
+        slot = t.pins.bucket[i].head
+        while slot != NO_NODE:
+            h = mix(mix(h, slot), t.pins.until[slot])
+            slot = t.pins.link[slot].next
+    return h
+
+
+cdef bint check_pins(const Groups* gs, char* finding) noexcept nogil:
+    """Each pin with a ttl is open, and stands where its end, which is later than now, says."""
+    cdef const Tree* t = gs.tree
+    cdef Pins* p = t.pins
+    cdef int32_t i, slot, listed = 0
+    for i in range(TIME_BITS if p != NULL else 0):
+        if check_line(&p.bucket[i], p.link, gs.seqs.max_seqs, b"pins", finding):
+            return True
+        listed += p.bucket[i].size
+        slot = p.bucket[i].head
+        while slot != NO_NODE:
+            if (gs.seqs.life[slot].life != OPEN or p.until[slot] <= t.now
+                    or bucket_until(p.bucket, t.now, p.until[slot]) != &p.bucket[i]):
+                return snprintf(finding, FINDING, b"slot %d, a pin until %lld, is closed or in bucket %d at %lld", slot,
+                                <long long>p.until[slot], i, <long long>t.now) > 0
+            slot = p.link[slot].next
+    for slot in range(gs.seqs.max_seqs if p != NULL else 0):
+        listed -= p.until[slot] != 0
+    if listed:
+        return snprintf(finding, FINDING, b"%d pins with a ttl stand in no bucket", -listed) > 0
     return False

@@ -47,7 +47,7 @@ cdef class Pool:                # here, as its parts are other classes' business
                       int64_t pad_rows, int64_t pad_tokens) except -1
     cdef int end_done(self, Plan plan, str call) except -1
     cdef int end_rollback(self, Plan plan, str call) except -1
-    cdef dict resize_arenas(self, dict wanted)
+    cdef dict resize_arenas(self, object num_blocks, object arena, int32_t* to, int64_t room_there)
 
 
 cdef int pool_enter(State* pool, str call) except -1

@@ -120,6 +120,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_KEEP
     OP_TICK
     OP_LIMIT_KEPT
+    OP_PIN_TTL
     OPTION = 1 << 8             # beside OP_RELEASE: `oldest`, OP_TOUCH: `blank`, OP_UNCACHE: `keep_place`
 
 

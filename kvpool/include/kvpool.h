@@ -85,6 +85,12 @@ typedef struct kvpool_array { /* the part of an array that the last step filled,
     int32_t itemsize; /* bytes per element: 1 (served), 4 or 8 */
 } kvpool_array;
 
+typedef struct kvpool_keep { /* a directive; see kvpool.retention.Keep */
+    int64_t ttl;      /* 1 .. 2^62 - 1, in the unit of the clock that tick tells */
+    int64_t tokens;   /* only the first so many, 0: all */
+    int32_t priority; /* 1 .. 7 */
+} kvpool_keep;
+
 typedef struct kvpool_stats { /* blocks of arena 0, but for the last three; see kvpool.PoolStats */
     int64_t num_blocks;
     int64_t reserved;
@@ -147,6 +153,20 @@ typedef struct kvpool_api {
        all tokens per column. Loads and saves of states are shown in Python only (plan.groups[k].state_loads). */
     int (*group_array)(kvpool_plan *plan, int32_t group, int32_t name, kvpool_array *array);
     int (*group_table)(kvpool_pool *pool, int64_t handle, int32_t group, const int32_t **blocks, int64_t *n);
+
+    /* Retention, of pools with a prefix cache: open_prompt and commit with a directive, NULL: none. tick tells the
+       time, limit_kept how many base blocks a namespace may keep, -1: any number. */
+    int (*open_kept)(kvpool_pool *pool, const int32_t *prompt, int64_t n, const char *name_space, int64_t name_bytes,
+                     const kvpool_keep *keep, int64_t *handle, int64_t *cached);
+    int (*commit_kept)(kvpool_pool *pool, const int64_t *handles, const int64_t *counts, int64_t n,
+                       const int32_t *tokens, int64_t num_tokens, const kvpool_keep *keep);
+    int (*tick)(kvpool_pool *pool, int64_t now);
+    int (*limit_kept)(kvpool_pool *pool, const char *name_space, int64_t name_bytes, int64_t blocks);
+
+    /* Another number of blocks, or of state slots, for an arena: block moves[2 * k + 1] is what block moves[2 * k] was,
+       k < *n. Copy these before the next step. room: of how many moves there is room; as many as blocks leave are
+       enough, and a pool that grows has none. Unlike the other calls, this one makes objects of Python. */
+    int (*resize)(kvpool_pool *pool, int64_t num_blocks, int32_t arena, int32_t *moves, int64_t room, int64_t *n);
 } kvpool_api;
 
 #ifdef Py_PYTHON_H /* #include <Python.h> first: how C and C++ get at the table */

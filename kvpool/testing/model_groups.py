@@ -74,6 +74,7 @@ class Sequence:
     node: Any = field(default=None, repr=False)  #: of its last committed base block
     wanted: list[int] = field(default_factory=list)  #: where checkpoints are taken
     keep: Any = None  #: the directive of `open`
+    ends: tuple[int, int] = (0, 0)  #: when a pin with a ttl is closed, and its number; 0: it has none
 
 
 @dataclass(eq=False)

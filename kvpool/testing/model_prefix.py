@@ -106,10 +106,14 @@ class ModelPrefix:
         return hit
 
     @public_call
-    def pin(self, tokens: Any, namespace: bytes = b"") -> int:
+    def pin(self, tokens: Any, namespace: bytes = b"", *, ttl: int | None = None) -> int:
+        pool = self.pool
+        until = 0 if ttl is None else pool._now + args.integer("pin", "ttl", ttl, 1, MOST_TIME)
         prompt = args.tokens("pin", tokens)
-        found = self.pool._judge_opening("pin", prompt, args.namespace("pin", namespace), False, False, True)
-        seq: Sequence = self.pool._begin_at("pin", found)
+        found = pool._judge_opening("pin", prompt, args.namespace("pin", namespace), False, False, True)
+        seq: Sequence = pool._begin_at("pin", found)
+        pool._directives += 1
+        seq.ends = until, pool._directives
         return seq.handle
 
     @public_call
@@ -151,6 +155,9 @@ class ModelPrefix:
                 for above in node.path():
                     if not any(one.ends[0] and above in one.path() for one in pool._nodes.values()):
                         pool._set_priority(above, 0)
+        for seq in sorted(pool.sequences(), key=lambda seq: seq.ends):
+            if 0 < seq.ends[0] <= now:
+                pool._close(seq)
 
     @public_call
     def limit_kept(self, namespace: bytes, blocks: int | None) -> None:

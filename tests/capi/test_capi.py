@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from capi_table import KV_TO_PYTHON, Array, C, Stats, api, at, call, call_without_gil, function, message
+from capi_table import KV_TO_PYTHON, Array, C, Keep, Stats, api, at, call, call_without_gil, function, message
 
 from kvpool import Group, OutOfBlocks, Plan, PlanStateError, Pool, StaleHandle
 
@@ -129,11 +129,104 @@ def test_objects_of_python_become_pointers():
     assert out.value == id(plan)
 
 
+# -- retention, and the size
+
+
+def test_directive_limit_and_clock_are_those_of_python():
+    """NULL is no directive, no tokens are all; programs of the fuzzer compare the rest."""
+    pool, plan = new()
+    handle, cached = ctypes.c_int64(), ctypes.c_int64()
+    assert call("limit_kept", pool, ctypes.create_string_buffer(b"a"), 1, 3) == 0
+    for name, keep, due in ((b"", None, 0), (b"", Keep(5, 8, 2), 2), (b"a", Keep(9, 0, 2), 5)):
+        space = ctypes.create_string_buffer(name)
+        assert call("open_kept", pool, PROMPT, 18, space, len(name), keep, handle, cached) == 0
+        pool.step(plan, [handle.value], 18 - cached.value)
+        pool.done(plan)
+        assert call("commit", pool, ints(handle.value), None, 1, PROMPT[cached.value :], 18 - cached.value) == 0
+        assert pool.prefix.stats().kept == due
+    assert call("commit_kept", pool, ints(handle.value), None, 1, PROMPT, 0, None) == 0
+    assert call("tick", pool, 5) == 0 and pool.prefix.stats().kept == 3
+    assert call("limit_kept", pool, ctypes.create_string_buffer(b"a"), 1, -1) == 0
+    assert call("commit_kept", pool, ints(handle.value), None, 1, PROMPT, 0, Keep(1, 0, 7)) == 0
+    assert pool.prefix.stats().kept == 4
+    assert call("tick", pool, 4) == C["KVPOOL_VALUE_ERROR"] and "the clock was at 5" in message()
+    assert call("tick", pool, 9) == 0 and pool.prefix.stats().kept == 0
+    pool.check()
+
+
+def test_resize_gives_the_moves_of_python_into_room_that_is_enough():
+    (pool, _), (other, _) = new(), new()
+    moves, n = np.full((9, 2), -1, np.int32), ctypes.c_int64(7)
+    for one in (pool, other):
+        rows = [one.open(12) for _ in range(5)]
+        one.close(rows[0])
+        one.close(rows[2])
+    before = pool.fingerprint()
+    assert call("resize", pool, 10, 0, moves, 5, n) == C["KVPOOL_VALUE_ERROR"] and n.value == 7
+    assert message() == "[resize] there is room for 5 moves, there may be 6"
+    assert pool.fingerprint() == before and (moves == -1).all()
+    assert call("resize", pool, 10, 0, moves, 6, n) == 0
+    due = other.resize(10)
+    assert moves[: n.value].tolist() == due.tolist() and n.value == 6 and (moves[6:] == -1).all()
+    assert pool.num_blocks == 10 and pool.digest() == other.digest()
+    assert call("resize", pool, 64, 0, None, 0, n) == 0 and n.value == 0 and pool.num_blocks == 64
+    pool.check()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("_testcapi") is None, reason="this Python has no _testcapi")
+def test_resize_for_which_there_is_no_memory_changes_nothing():
+    pool, _ = new()
+    moves, n, resize = np.zeros((32, 2), np.int32), ctypes.c_int64(7), function("resize")
+    rows = [pool.open(12) for _ in range(5)]
+    pool.close(rows[:2])
+    before, statuses = pool.fingerprint(), []
+    while not statuses or statuses[-1] != C["KVPOOL_OK"]:
+        assert pool.fingerprint() == before and n.value == 7
+        statuses.append(starved(len(statuses) + 1, len(statuses) + 1000, resize, *map(at, (pool, 10, 0, moves, 32, n))))
+    assert set(statuses) - {MemoryError, ctypes.ArgumentError} == {C["KVPOOL_NO_MEMORY"], C["KVPOOL_OK"]}
+    assert n.value == 6 and pool.num_blocks == 10
+    pool.check()
+
+
 # -- failures
 
 
 def failing():
-    """Every way to fail: name -> (status, words of the message, what to do before, the call)."""
+    """Every way to fail: name -> (status, words of the message, the call, its arguments behind pool and plan)."""
+    return failing_of_requests() | failing_of_retention_and_size()
+
+
+def failing_of_retention_and_size():
+    value = "VALUE_ERROR"
+    return {
+        "priority": (
+            value,
+            "keep.priority is out of range (8), it must be in 1 .. 7",
+            "open_kept",
+            [PROMPT, 4, None, 0, Keep(1, 0, 8), "out", None],
+        ),
+        "ttl": (value, "keep.ttl is out of range (0)", "open_kept", [PROMPT, 4, None, 0, Keep(0, 0, 1), "out", None]),
+        "kept tokens": (
+            value,
+            "keep.tokens is out of range (-1)",
+            "commit_kept",
+            ["h", ints(0), 1, PROMPT, 0, Keep(1, -1, 1)],
+        ),
+        "kept and not done": (value, "tokens from position", "commit_kept", ["h", None, 1, PROMPT, 50, Keep(1, 0, 1)]),
+        "negative time": (value, "now is out of range (-1)", "tick", [-1]),
+        "late": (value, f"now is out of range ({2**62})", "tick", [2**62]),
+        "negative limit": (value, "blocks is out of range (-2), it must be in -1", "limit_kept", [None, 0, -2]),
+        "limit of no name": (value, "name_space", "limit_kept", [None, 3, 1]),
+        "no blocks": (value, "num_blocks is out of range (0)", "resize", [0, 0, None, 0, "out"]),
+        "arena that is not there": (value, "arena is out of range (1)", "resize", [40, 1, None, 0, "out"]),
+        "blocks in use": ("OUT_OF_BLOCKS", "3 blocks", "resize", [3, 0, None, 0, "out"]),
+        "negative room": (value, "room is out of range (-1)", "resize", [40, 0, None, -1, "out"]),
+        "null moves": (value, "moves is NULL", "resize", [40, 0, None, 1, "out"]),
+        "null number of moves": (value, "n is NULL", "resize", [40, 0, None, 0, None]),
+    }
+
+
+def failing_of_requests():
     big = 1 << 40
     wraps = (1 << 61) + 1  # handles: their bytes are 8 in 64 bits
     value = "VALUE_ERROR"
@@ -223,7 +316,7 @@ def test_failure_is_a_status_and_changes_nothing(world, way):
 
 @pytest.mark.parametrize(
     "name", ["open", "open_prompt", "fork", "truncate", "close", "commit", "table", "group_table", "num_tokens",
-             "num_free", "stats"]
+             "num_free", "stats", "open_kept", "commit_kept", "tick", "limit_kept", "resize"]
 )  # fmt: skip
 def test_null_pool_is_refused(name):
     rest = [None] * (len(function(name).argtypes or ()) - 1)
@@ -243,6 +336,11 @@ def test_pool_or_plan_that_does_not_fit_is_refused():
         ("step", [pool, other, row, None, 1, 0], value, "[{}] the plan belongs to another pool"),
         ("step", [closed, late, ints(0), None, 1, 0], "CLOSED", "[{}] the pool was shut down"),
         ("commit", [bare, ints(bare.open()), None, 1, PROMPT, 0], value, "[{}] the pool has no prefix cache"),
+        ("open_kept", [bare, PROMPT, 4, None, 0, Keep(1, 0, 1), row, None], value, "[{}] the pool has no prefix cache"),
+        ("tick", [bare, 1], value, "[{}] the pool has no prefix cache"),
+        ("limit_kept", [bare, None, 0, 1], value, "[{}] the pool has no prefix cache"),
+        ("tick", [closed, 1], "CLOSED", "[{}] the pool was shut down"),
+        ("resize", [closed, 9, 0, None, 0, row], "CLOSED", "[{}] the pool was shut down"),
     ):
         assert call(name, *arguments) == C[f"KVPOOL_{status}"]
         assert message().startswith(said.format(name)), message()
@@ -378,7 +476,8 @@ def test_caller_without_the_lock_of_python_is_refused():
     pool, plan = new()
     handle = ints(pool.open())
     before = pool.fingerprint()
-    for name in ("step", "done", "close", "open", "digest", "array", "stats", "pool_from", "fork", "reserve"):
+    for name in ("step", "done", "close", "open", "digest", "array", "stats", "pool_from", "fork", "reserve",
+                 "open_kept", "commit_kept", "tick", "limit_kept", "resize"):  # fmt: skip
         kinds = function(name).argtypes
         arguments = [at(handle) if kind is ctypes.c_void_p else 0 for kind in kinds]
         arguments[0] = at(plan if name == "array" else pool)

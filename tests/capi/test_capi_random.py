@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from capi_table import Array, C, call, function
+from capi_table import Array, C, Keep, call, function
 
 from kvpool import Pool
 from kvpool._core import PrefixCache
@@ -31,6 +31,11 @@ def counts_of(counts, rows):
     return np.broadcast_to(np.array(counts, np.int64), len(rows)).copy()
 
 
+def by_c(keep):
+    """A directive as C has it."""
+    return keep and Keep(keep.ttl, keep.tokens or 0, keep.priority)
+
+
 class ByC(Pool):
     """A pool whose calls are made by the C interface, as far as it has them."""
 
@@ -41,14 +46,15 @@ class ByC(Pool):
             function("raise_error")()
 
     def open(self, tokens, namespace=b"", **options):
-        if options or (namespace and isinstance(tokens, int)):
+        if options.keys() - {"keep"} or ((namespace or options) and isinstance(tokens, int)):
             return super().open(tokens, namespace, **options)
         handle, space = ctypes.c_int64(), ctypes.create_string_buffer(namespace)
         if isinstance(tokens, int):
             self.do("open", tokens, handle)
         else:
             prompt, cached = np.array(tokens, np.int32), ctypes.c_int64()
-            self.do("open_prompt", prompt, len(tokens), space, len(namespace), handle, cached)
+            name, more = ("open_kept", [by_c(options["keep"])]) if options else ("open_prompt", [])
+            self.do(name, prompt, len(tokens), space, len(namespace), *more, handle, cached)
             assert cached.value == self.num_tokens(handle.value)
         return handle.value
 
@@ -78,6 +84,11 @@ class ByC(Pool):
     def rollback(self, plan):
         self.do("rollback", plan)
 
+    def resize(self, num_blocks, arena=0):
+        moves, n = np.zeros((self.stats(arena).num_blocks, 2), np.int32), ctypes.c_int64()
+        self.do("resize", num_blocks, arena, moves, len(moves), n)
+        return moves[: n.value]
+
     @property
     def prefix(self):
         return PrefixByC(self) if self.options.prefix_cache else None
@@ -85,12 +96,17 @@ class ByC(Pool):
 
 class PrefixByC(PrefixCache):
     def commit(self, handles, tokens, counts=None, *, keep=None):
-        if keep is not None:  # which Python alone has
-            super().commit(handles, tokens, counts, keep=keep)
-            return
         rows, tokens = rows_of(handles), np.array(tokens, np.int32)
         counts = None if counts is None else np.array(counts, np.int64)
-        self.pool.do("commit", rows, counts, rows.size, tokens, tokens.size)
+        name, more = ("commit", []) if keep is None else ("commit_kept", [by_c(keep)])
+        self.pool.do(name, rows, counts, rows.size, tokens, tokens.size, *more)
+
+    def tick(self, now):
+        self.pool.do("tick", now)
+
+    def limit_kept(self, namespace, blocks):
+        space = ctypes.create_string_buffer(namespace)
+        self.pool.do("limit_kept", space, len(namespace), -1 if blocks is None else blocks)
 
 
 def shown(plan, name, group=None):

@@ -122,6 +122,13 @@ def kept():
     return pool
 
 
+def pinned():
+    """Slot 0 is a pin with a ttl."""
+    pool = Pool(6, 4, prefix_cache=True, seed=1)
+    pool.prefix.pin([1] * 4, ttl=100)
+    return pool
+
+
 def pending():
     return rich_pool()[0]
 
@@ -153,6 +160,7 @@ WORDS = {
         "published": (2,),
     },
     kept: {**dict.fromkeys(("reasons", "num_kept", "rank"), (0,))},
+    pinned: {"pin_until": (1,)},
     windows: {
         **dict.fromkeys(("refcount", "num_used", "sum_tokens"), (3,)),
         **dict.fromkeys(("length", "table", "gone", "due"), (0,)),
@@ -192,6 +200,7 @@ CHANGES = [
     (rich_tree, [("role", 30, -8), ("entry", 11, 31)]),  # what waits for a copy is canonical
     *((kept, [(what, 0, 1)]) for what in ("rank", "reasons", "num_kept")),
     *((kept, [(what, 0, by)]) for what, by in (("now", 200), ("until", 5000))),
+    *((pinned, [(what, at, by)]) for what, at, by in (("now", 0, 100), ("pin_until", 0, 5000), ("pin_until", 1, 5))),
     (kept, [("node_place", 2, 1), ("warm", 0, -1), ("warm_head", 0, -3), ("warm_tail", 0, -3)]),  # in no line
 ]
 

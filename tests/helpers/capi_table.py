@@ -65,6 +65,7 @@ def structure(name):
 
 C = constants(HEADER.read_text())
 Array, Stats, Api = structure("kvpool_array"), structure("kvpool_stats"), structure("kvpool_api")
+Keep = structure("kvpool_keep")
 _get = ctypes.pythonapi.PyCapsule_GetPointer
 _get.restype, _get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 api = Api.from_address(_get(kvpool._C_API, b"kvpool._C_API"))

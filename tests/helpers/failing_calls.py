@@ -130,6 +130,7 @@ def many(make_pool: Callable[..., Any], shape: Shape) -> int:
         pool.step(plan, [parent], end - pool.num_tokens(parent))
         pool.done(plan)
     pool.prefix.commit(parent, prompt)
+    pool.prefix.unpin(pool.prefix.pin(prompt, ttl=9))
     rows = [parent, *pool.fork(parent, MANY - 1).tolist()]
     for ends in (pool.rollback, pool.done, pool.done, pool.done):  # tails that are shared, full, and neither
         plan = make_plan(pool, max_rows=MANY, max_tokens=300)

@@ -9,7 +9,7 @@ from kvpool._core cimport (
 OF_CHECKPOINTS = ("line", "stamp", "position", "step", "slot_loads", "row", "bundle", "may_leave")
 OF_ROWS = (
     "published", "committed_tokens", "table", "blocks", "length", "next_slot", "tail", "stop_slot", "free_slot", "gone",
-    "due", "evicted", "point", "life", "handle",
+    "due", "evicted", "point", "life", "handle", "pin_until",
 )
 
 
@@ -116,4 +116,6 @@ cdef dict tree_fields(const Groups* gs, int32_t i):
             "until": <size_t>&t.keeping.node[i].until, "num_kept": <size_t>&t.keeping.num_kept,
             "now": <size_t>&t.now,
         }
+    if t.pins != NULL:
+        fields |= {"pin_until": <size_t>&t.pins.until[i], "now": <size_t>&t.now}
     return fields

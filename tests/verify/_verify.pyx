@@ -122,7 +122,7 @@ cdef class Run(Calls):
         self.direct = type(self.pool) is Pool and trace is None
         make_plan, self.bind = getattr(self.pool, "make_plan", Plan), getattr(self.pool, "bind", Plan.bind)
         self.plans = [make_plan(self.pool, **options) for options in shape.plans]
-        self.prefix, self.blocks = self.pool.prefix, self.pool.blocks
+        self.prefix, self.blocks, self.pins = self.pool.prefix, self.pool.blocks, []
         self.has_cache, self.in_order = shape.pool["prefix_cache"], shape.pool["in_order"]
         self.known = set() if shape.pool["events"] else None
         self.seed, self.alphabet, self.texts = shape.seed, shape.alphabet, shape.texts
@@ -462,7 +462,10 @@ cdef class Run(Calls):
                 self.greet(handle, n, 0, False)
             return 0
         if self.op == PIN:
-            found = self.call("pool.prefix.pin", self.prefix.pin, (self.said(n), SPACES[space]))
+            found = self.call("pool.prefix.pin", self.prefix.pin, (self.said(n), SPACES[space]),
+                              {} if self.ttl is None else {"ttl": self.ttl})
+            if found is not None and self.ttl is not None:
+                self.pins.append((self.now + self.ttl, self.opened, found))
             return 0 if found is None else self.greet(found, n, space, False)
         if self.op == LOAD:
             return self.load_prompts(w, n, space)
@@ -1276,6 +1279,7 @@ cdef class Run(Calls):
         for k in range(self.num_queue):
             free(self.queue[k].cells)
         self.num_queue = self.num_executed = self.num_raw = self.num_live = self.num_deferred = 0
+        self.pins = []
         self.num_slots_free = self.max_seqs
         for k in range(self.max_seqs):
             self.row[k].handle, self.slots_free[k] = -1, k
@@ -1315,14 +1319,17 @@ cdef class Run(Calls):
         return 0
 
     cdef int op_keep(self, const Word* w) except -1:
-        """Time goes on, a namespace gets a limit, or a row is kept by what it commits, or from its prompt on."""
+        """Time goes on, a namespace gets a limit, a pin a ttl, or a row is kept by what it commits, or its prompt."""
         if w.b & 3 == 0:
-            now = self.now + w.a % 9 - (1 if w.c & 15 == 0 else 0)
-            if self.call("pool.prefix.tick", self.prefix.tick, (now,)) is not None:
-                if now < self.now:
-                    self.wrong("the clock went back to {0}", now)
-                self.now = now
-            return 0
+            return self.tick(self.now + w.a % 9 - (1 if w.c & 15 == 0 else 0))
+        if w.b & 7 == 2:
+            self.op, self.ttl = PIN, 1 + w.a % (40 if w.c & 128 else 6)
+            until = self.now + self.ttl
+            try:
+                self.op_prompt(w)
+            finally:
+                self.ttl = None
+            return 0 if w.c & 512 else self.tick(until - (w.c >> 10 & 1))
         if w.b & 31 == 1:
             self.call("pool.prefix.limit_kept", self.prefix.limit_kept,
                       (SPACES[w.a % 3], None if w.c & 1 else w.c % 13))
@@ -1333,6 +1340,27 @@ cdef class Run(Calls):
             return self.op_commit(w) if w.b & 1 and self.num_live else self.op_prompt(w)
         finally:
             self.keep = None
+
+    cdef int tick(self, int64_t now) except -1:
+        """Tell the time: the pins are closed whose time is over, and nobody else is."""
+        cdef int64_t handle
+        cdef int32_t k
+        if self.call("pool.prefix.tick", self.prefix.tick, (now,)) is None:
+            return 0
+        if now < self.now:
+            self.wrong("the clock went back to {0}", now)
+        self.now = now
+        self.pins.sort()
+        while self.pins and self.pins[0][0] <= self.now:
+            until, _, handle = self.pins.pop(0)
+            if self.pool.state.seqs.seq[slot_of(handle)].handle == handle:
+                self.wrong("handle {0}, a pin until {1}, is open at {2}", handle, until, self.now)
+            self.forget(handle)
+        for k in range(self.num_live):
+            handle = self.row[self.live[k]].handle
+            if self.pool.state.seqs.seq[self.live[k]].handle != handle:
+                self.wrong("a tick to {0} closed handle {1}", self.now, handle)
+        return 0
 
     cdef int32_t reserved_in(self, int32_t a) noexcept nogil:
         """Reserved blocks of an arena; one of states has none."""

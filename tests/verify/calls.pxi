@@ -21,6 +21,8 @@ cdef class Calls(Content):
     cdef bint direct
     cdef object prefix, blocks
     cdef object keep            # what the next prompt or commit is told
+    cdef object ttl             # and the next pin
+    cdef list pins              # (end, how many rows were opened before, handle) of those that had a ttl
     cdef int64_t now
     cdef int32_t[CAP] prompt
     cdef int32_t[MOST_ROWS] rows

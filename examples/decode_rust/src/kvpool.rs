@@ -15,6 +15,13 @@ pub struct Array {
     pub itemsize: i32,
 }
 
+#[repr(C)]
+pub struct Keep {
+    pub ttl: i64,
+    pub tokens: i64,
+    pub priority: i32,
+}
+
 pub type Pool = *mut c_void;
 pub type Plan = *mut c_void;
 
@@ -48,6 +55,13 @@ pub struct Api {
     pub digest: unsafe extern "C" fn(Pool, *mut u64) -> c_int,
     pub group_array: unsafe extern "C" fn(Plan, i32, i32, *mut Array) -> c_int,
     pub group_table: unsafe extern "C" fn(Pool, i64, i32, *mut *const i32, *mut i64) -> c_int,
+    pub open_kept:
+        unsafe extern "C" fn(Pool, *const i32, i64, *const c_char, i64, *const Keep, *mut i64, *mut i64) -> c_int,
+    pub commit_kept:
+        unsafe extern "C" fn(Pool, *const i64, *const i64, i64, *const i32, i64, *const Keep) -> c_int,
+    pub tick: unsafe extern "C" fn(Pool, i64) -> c_int,
+    pub limit_kept: unsafe extern "C" fn(Pool, *const c_char, i64, i64) -> c_int,
+    pub resize: unsafe extern "C" fn(Pool, i64, i32, *mut i32, i64, *mut i64) -> c_int,
 }
 
 extern "C" {
