@@ -8,7 +8,6 @@ import pytest
 from mlx_families import model_of_file
 from mlx_models import computing_on_cpu
 
-from benchmarks import models as capacity
 from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import host, install
 from kvpool.adapters.mlx_lm.layout import layout_of
