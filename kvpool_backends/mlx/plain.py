@@ -366,18 +366,9 @@ class PoolArrays(PoolMemory):
         self.planes[number // len(self.planes[0])][number % len(self.planes[0])] = array
 
     def _resized(self, old: mx.array, shape: tuple[int, ...], dtype: mx.Dtype, moves: np.ndarray) -> mx.array:
-        sources, targets = (_int32(side) for side in moves.T)
-        if shape[0] > len(old):
-            new = mx.pad(old, [(0, shape[0] - len(old)), *((0, 0) for _ in shape[1:])])
-            if len(moves):  # of a resize that is taken back
-                new[targets] = old[sources]
-        else:
-            if len(moves):
-                rows = old[sources]
-                mx.eval(rows)
-                old[targets] = rows
-                del rows
-            new = mx.contiguous(old[: shape[0]])
+        index = np.arange(shape[0]) % len(old)  # what comes is anything
+        index[moves[:, 1]] = moves[:, 0]
+        new = mx.take(old, _int32(index), axis=0)
         mx.eval(new)
         return new
 
