@@ -377,11 +377,16 @@ def make_engine(
 
         sizes = least * unit_nbytes(engine), most * unit_nbytes(engine)
         governor = Governor(*sizes, bounds.keep_free, idle_release=bounds.idle_release, yields=bounds.yields)
-        memory.append(Memory(governor, running))
-    engine.wired_nbytes = fit_wired(args.wired)
+        memory.append(Memory(governor, running, partial(wire, args.wired)))
+    wire(args.wired, engine)
     if engine.wired_nbytes:
         say(f"kvpool serve: {format_nbytes(engine.wired_nbytes)} of memory are wired at most")
     return engine
+
+
+def wire(given: str, engine: Engine) -> None:
+    """Set the limit of --wired for the size that the pool of an engine has now."""
+    engine.wired_nbytes = fit_wired(given)
 
 
 def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -33,11 +34,15 @@ class Memory:
     governor : Governor
     max_running : int
         Samples that run at a time, at most.
+    on_resize : callable, optional
+        Called with the engine when its pool has another size, and MLX's freed arrays are given back.
     """
 
-    def __init__(self, governor: Governor, max_running: int) -> None:
+    def __init__(
+        self, governor: Governor, max_running: int, on_resize: Callable[[Engine], object] | None = None
+    ) -> None:
         self.governor = governor
-        self._max_running = max_running
+        self._max_running, self._on_resize = max_running, on_resize
         self._seen, self._size, self._said = Machine(0.0, 0), 0, KEEP
         self._resizes: Counter[str] = Counter()
 
@@ -60,6 +65,8 @@ class Memory:
         self._size = size = self._holder(engine).size
         if size != before.size:
             self._resizes[decision.reason] += 1
+            if self._on_resize is not None:
+                self._on_resize(engine)
         if size != before.size or decision.reason not in (self._said, KEEP):
             told = {
                 "reason": decision.reason,
