@@ -109,12 +109,18 @@ class StateSlots:
     def resize(self, num_slots: int, moves: Any) -> None:
         """Have another number of slots; see `KVBackend.resize`."""
         size, moves = checked_resize(self.num_slots, num_slots, moves)
-        count, (sources, targets) = min(size, self.num_slots), moves.T
+        index = np.arange(size) % self.num_slots  # what comes is anything
+        index[moves[:, 1]] = moves[:, 0]
         for number, plane in enumerate(self._planes):
-            new = self._xp.zeros((size, *plane.shape[1:]), plane.dtype)
-            new[:count] = plane[:count]
-            if len(moves):
-                new[self._xp.array(targets)] = plane[self._xp.array(sources)]
+            try:
+                new = self._xp.take(plane, self._xp.array(index), axis=0)
+                if hasattr(self._xp, "eval"):
+                    self._xp.eval(new)  # or all old arrays would stay until somebody reads
+            except (MemoryError, RuntimeError):
+                if size > self.num_slots:
+                    raise
+                move_within(plane, moves)
+                new = plane[:size]
             self._planes[number] = new
         self.num_slots = size
 

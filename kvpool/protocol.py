@@ -313,16 +313,24 @@ def checked_resize(have: int, num_blocks: Any, moves: Any) -> tuple[int, np.ndar
     return size, np.stack([sources, targets], axis=1)
 
 
-_PIECE_NBYTES = 2**22
-
-
 def move_rows(old: np.ndarray, new: np.ndarray, moves: np.ndarray) -> None:
-    """Fill ``new [n, ...]`` with the rows of `old` that have a place there, then with those that `moves` brings."""
+    """Fill ``new [n, ...]`` with the rows of `old` that have a place there, or with those that `moves` brings there.
+
+    Each row is copied once, as memcpy does it if a row is one piece of memory, and nothing is kept beside the arrays.
+    """
     count = min(len(old), len(new))
-    new[:count] = old[:count]
-    piece = max(1, _PIECE_NBYTES // max(1, old[:1].size * old.itemsize))
-    for at in range(0, len(moves), piece):  # what is gathered takes memory, too
-        new[moves[at : at + piece, 1]] = old[moves[at : at + piece, 0]]
+    axes = 0, *sorted(range(1, new.ndim), key=lambda axis: -new.strides[axis])
+    old, new = old.transpose(axes), new.transpose(axes)
+    has_place = moves[:, 1] < count
+    if has_place.any() and old.flags.c_contiguous and new.flags.c_contiguous:
+        index = np.arange(count)
+        index[moves[has_place, 1]] = moves[has_place, 0]
+        np.take(old, index, axis=0, out=new[:count], mode="clip")  # another mode would fill a buffer first
+        moves = moves[~has_place]
+    else:
+        new[:count] = old[:count]
+    for source, target in moves.tolist():
+        new[target] = old[source]
 
 
 def move_within(rows: Any, moves: np.ndarray) -> None:

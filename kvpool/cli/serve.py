@@ -365,11 +365,16 @@ def make_engine(
         governor = Governor(
             least * unit, most * unit, bounds.keep_free, idle_release=bounds.idle_release, yields=bounds.yields
         )
-        memory.append(Memory(governor, running, drafts))
-    engine.wired_nbytes = fit_wired(args.wired)
+        memory.append(Memory(governor, running, drafts, partial(wire, args.wired)))
+    wire(args.wired, engine)
     if engine.wired_nbytes:
         say(f"kvpool serve: {format_nbytes(engine.wired_nbytes)} of memory are wired at most")
     return engine
+
+
+def wire(given: str, engine: Engine) -> None:
+    """Set the limit of --wired for the size that the pool of an engine has now."""
+    engine.wired_nbytes = fit_wired(given)
 
 
 def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:

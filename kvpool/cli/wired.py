@@ -61,7 +61,7 @@ def wired(given: str) -> Iterator[None]:
 
 
 def fit_wired(given: str) -> int:
-    """Lower the limit of ``--wired auto`` to weights and cache, once MLX has them. Returns the limit, 0 for none."""
+    """Set the limit of ``--wired auto`` to weights and cache, as MLX has them now. Returns the limit, 0 for none."""
     limit = limit_of(given) or 0
     if limit and given == "auto":
         import mlx.core as mx

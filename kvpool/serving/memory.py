@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -36,11 +37,19 @@ class Memory:
         Samples that run at a time, at most.
     draft : DraftModel, optional
         What speculates: its pool has room for as many tokens.
+    on_resize : callable, optional
+        Called with the engine when its pool has another size, and MLX's freed arrays are given back.
     """
 
-    def __init__(self, governor: Governor, max_running: int, draft: DraftModel | None = None) -> None:
+    def __init__(
+        self,
+        governor: Governor,
+        max_running: int,
+        draft: DraftModel | None = None,
+        on_resize: Callable[[Engine], object] | None = None,
+    ) -> None:
         self.governor = governor
-        self._max_running, self._draft = max_running, draft
+        self._max_running, self._draft, self._on_resize = max_running, draft, on_resize
         self._seen, self._size, self._said, self._steps = Machine(0.0, 0), 0, KEEP, 0
         self._resizes: Counter[str] = Counter()
 
@@ -68,6 +77,8 @@ class Memory:
         self._size = size = holder_of(engine, self._max_running, self._draft).size
         if size != before.size:
             self._resizes[decision.reason] += 1
+            if self._on_resize is not None:
+                self._on_resize(engine)
         if size != before.size or decision.reason not in (self._said, KEEP):
             told = {
                 "reason": decision.reason,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
@@ -36,7 +37,8 @@ from kvpool_backends.checks import (
 from kvpool_backends.cpu._kernels import BlockStore, default_isa, tilings
 
 _HUGE_PAGE_NBYTES = 2 * 2**20
-_PAGE_NBYTES = 4096
+_PAGE_NBYTES = mmap.PAGESIZE
+_FREES_PAGES = sys.platform == "linux"  # MADV_DONTNEED does; elsewhere pages go with their mapping
 
 
 def zeroed(shapes: Sequence[tuple[int, ...]], dtypes: Any, call: str = "zeroed") -> list[np.ndarray]:
@@ -73,13 +75,16 @@ def zeroed(shapes: Sequence[tuple[int, ...]], dtypes: Any, call: str = "zeroed")
     ]
 
 
-def _give_back(array: np.ndarray) -> None:
-    """Give the pages of an array of `zeroed` back. Nobody reads it any more."""
+def _give_back(array: np.ndarray, first: int = 0) -> None:
+    """Give the pages of an array of `zeroed` back, from row `first` on. Nobody reads these any more."""
     owner: Any = array
     while isinstance(owner, (np.ndarray, memoryview)):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
-    begin = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
-    owner.madvise(mmap.MADV_DONTNEED, begin, -(-array.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES)
+    at = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+    nbytes = array.nbytes // len(array)
+    begin, end = (-(-(at + rows * nbytes) // _PAGE_NBYTES) * _PAGE_NBYTES for rows in (first, len(array)))
+    if begin < end:
+        owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def default_layout(isa: str | None = None) -> str:
@@ -227,11 +232,22 @@ class CPUBackend(StoreBackend):
 
     def resize(self, num_blocks: int, moves: Any, *, storage: np.ndarray | None = None) -> None:
         size, moves = checked_resize(self.num_blocks, num_blocks, moves)
-        arrays = self._memory("resize", size, storage)
+        in_place = _FREES_PAGES and storage is None and size <= self.num_blocks
+        try:
+            arrays = [] if in_place else self._memory("resize", size, storage)
+        except MemoryError:
+            if size > self.num_blocks:
+                raise
+            in_place = True
+        if in_place:
+            arrays = [array[:size] for array in self._arrays]
         store = BlockStore(self.spec, size, arrays, **self._how)
+        if in_place:
+            self.store.copy_blocks(np.insert(moves, 2, self.spec.block_size, axis=1).astype(np.int32))
         for old, new in zip(self._arrays, arrays, strict=True) if storage is None else ():
-            move_rows(old, new, moves)
-            _give_back(old)
+            if not in_place:
+                move_rows(old, new, moves)
+            _give_back(old, size if in_place else 0)
         self._arrays, self.store, self.num_blocks = arrays, store, size
 
     # ---------------------------------------------------------------------- one step

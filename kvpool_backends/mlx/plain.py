@@ -376,18 +376,9 @@ class PoolArrays(PoolMemory):
             mx.eval(array)  # before it takes more memory than a row
 
     def _resized(self, old: mx.array, shape: tuple[int, ...], dtype: mx.Dtype, moves: np.ndarray) -> mx.array:
-        sources, targets = (int32(side) for side in moves.T)
-        if shape[0] > len(old):
-            new = mx.pad(old, [(0, shape[0] - len(old)), *((0, 0) for _ in shape[1:])])
-            if len(moves):  # of a resize that is taken back
-                new[targets] = old[sources]
-        else:
-            if len(moves):
-                rows = old[sources]
-                mx.eval(rows)
-                old[targets] = rows
-                del rows
-            new = mx.contiguous(old[: shape[0]])
+        index = np.arange(shape[0]) % len(old)  # what comes is anything
+        index[moves[:, 1]] = moves[:, 0]
+        new = mx.take(old, int32(index), axis=0)
         mx.eval(new)
         return new
 

@@ -5,7 +5,7 @@ import pytest
 
 from kvpool.adapters.block_manager import BlockTableView, KVBlockManager, TailView
 from kvpool.config import KVSpec, blocks_for
-from kvpool.errors import ForeignHandle, OutOfBlocks, StaleHandle
+from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfBlocks, StaleHandle
 from kvpool.testing.dense import dense_attention
 from kvpool_backends.numpy import NumpyBackend
 
@@ -107,6 +107,71 @@ def test_batch_tables_are_as_wide_as_the_longest_context():
     assert tables.shape == (2, 3) and lens.tolist() == [4, 9]
     assert tables[1].tolist() == engine.manager.table(a)[0].tolist()
     assert engine.manager.batch_tables([])[0].shape == (0, 0)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("backend", ["numpy", "cpu"])
+def test_sequences_of_a_manager_that_is_resized_read_what_was_written(backend):
+    """Attention over tokens that were written before, between and after resizes, and over those that a fork shares."""
+    engine, rng, moved = Engine(num_blocks=40, backend=backend), np.random.default_rng(SEED), 0
+    ids = [engine.new([token] * 7) for token in range(8)]
+    for _ in range(5):
+        for seq_id in [ids.pop(int(rng.integers(len(ids)))) for _ in range(3)]:
+            engine.manager.free(seq_id)
+        least = 1 + engine.manager.pool.stats().used
+        for size in (least, least + 30):
+            tables = [engine.manager.table(seq_id)[0] for seq_id in ids]
+            engine.manager.resize(size)
+            assert engine.manager.pool.num_blocks == engine.manager.backend.num_blocks == size
+            for seq_id, old in zip(ids, tables, strict=True):
+                new = engine.manager.table(seq_id)[0]
+                assert new.max() < size
+                moved += int((old != new).sum())
+            engine.check(ids, 2)
+        ids += [engine.fork(ids[0]), engine.new([size, 1, 2]), engine.new([3] * 5)]
+        engine.append({seq_id: [int(rng.integers(100))] for seq_id in ids})
+        engine.check(ids, 2)
+    assert moved > 5
+    engine.manager.pool.check()
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "message"),
+    [
+        (6, OutOfBlocks, r"\[resize\] 6 blocks are in use, 1 more than would be there"),
+        (0, ValueError, r"\[resize\] num_blocks is out of range"),
+        (9.0, TypeError, r"\[resize\] num_blocks must be an int"),
+        (2**31 - 1, CapacityExceeded, r"\[resize\]"),
+    ],
+)
+def test_manager_that_cannot_have_a_size_keeps_its_own(size, error, message):
+    engine = Engine(num_blocks=9)
+    ids = [engine.new([1] * 9), engine.new([2] * 12)]
+    before = snapshot(engine.manager)
+    with pytest.raises(error, match=message):
+        engine.manager.resize(size)
+    assert snapshot(engine.manager) == before
+    engine.check(ids)
+
+
+def test_manager_without_memory_for_more_blocks_is_as_before():
+    class Full(NumpyBackend):
+        def resize(self, num_blocks, moves, **more):
+            raise MemoryError("no memory")
+
+    engine = Engine(num_blocks=9, backend=Full)
+    seq_id = engine.new([1] * 9)
+    held = engine.manager.backend.export_blocks(engine.manager.table(seq_id)[0]).tobytes()
+    with pytest.raises(MemoryError, match="no memory"):
+        engine.manager.resize(20)
+    assert engine.manager.pool.num_blocks == engine.manager.backend.num_blocks == 9
+    assert engine.manager.backend.export_blocks(engine.manager.table(seq_id)[0]).tobytes() == held
+    engine.append({seq_id: [2]})
+    engine.check([seq_id])
+    with pytest.raises(OutOfBlocks):
+        engine.new([3] * 24)
 
 
 # ---------------------------------------------------------------------- tokens

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import KVSpec
-from kvpool.protocol import FEATURES, AttentionOptions, Capabilities, KVBackend
+from kvpool.protocol import FEATURES, AttentionOptions, Capabilities, KVBackend, move_rows
 from kvpool_backends.numpy import NumpyBackend
 
 SPEC = KVSpec(2, 2, 8, "float32", 4)
@@ -115,3 +115,31 @@ def test_plan_arrays_are_read_from_any_object():
     ones = np.ones((5, 2, 8), np.float32)
     backend.write(backend.prepare(Own()), 0, ones, ones)
     assert np.allclose(backend.attend(backend.prepare(Own()), 0, ones), 1)
+
+
+@pytest.mark.parametrize("kind", ["rows", "heads first", "apart", "layers first"])
+def test_move_rows_fills_what_stays_and_what_moves_whatever_lies_between(kind):
+    """Into fewer rows, into as many, into more, and back from more, where a target lies behind the old end."""
+
+    def rows(count):
+        return {
+            "rows": np.zeros((count, 5, 3, 2), np.uint8),
+            "heads first": np.zeros((count, 3, 5, 2), np.uint8).swapaxes(1, 2),
+            "apart": np.zeros((count, 5, 3, 4), np.uint8)[..., :2],
+            "layers first": np.zeros((5, count, 3, 2), np.uint8).swapaxes(0, 1),
+        }[kind]
+
+    rng = np.random.default_rng(3)
+    for have, size, moves in (
+        (9, 6, [[8, 0], [6, 4]]),
+        (9, 6, np.zeros((0, 2), np.int64)),
+        (6, 6, np.zeros((0, 2), np.int64)),
+        (6, 9, np.zeros((0, 2), np.int64)),
+        (6, 9, [[0, 8], [4, 6]]),
+    ):
+        old, new = rows(have), rows(size)
+        old[:] = rng.integers(0, 256, old.shape)
+        due = {row: old[row].tolist() for row in range(min(have, size))}
+        due |= {target: old[source].tolist() for source, target in moves}
+        move_rows(old, new, np.asarray(moves))
+        assert {row: new[row].tolist() for row in due} == due

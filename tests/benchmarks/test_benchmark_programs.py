@@ -55,7 +55,7 @@ def test_every_row_of_the_table_runs():
 def test_memory_of_a_pool_is_what_the_docs_say():
     from benchmarks.pool_memory import BLOCK_SIZE, rates
 
-    row = (ROOT / "docs" / "limits.md").read_text().split("- Memory of a pool: ")[1].split("`")[0]
+    row = (ROOT / "docs" / "limits.md").read_text().split("- Memory of a pool: ")[1].split("\n\n")[0]
     block, sequence, entry, cached_block, cached_sequence, *per_token, event = map(int, re.findall(r"\b\d+\b", row))
     plain, cached, told = rates(), rates(prefix_cache=True), rates(prefix_cache=True, events=1)
     expected = {"block, at best": block, "block, at worst": block, "sequence": sequence, "entry of its table": entry}

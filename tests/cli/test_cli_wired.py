@@ -1,13 +1,16 @@
 """--wired: which limit MLX gets, when, and what it is afterwards."""
 
 import argparse
+import math
 
 import pytest
 
 from kvpool.cli import demo, main, serve, wired
 from kvpool.cli.console import CommandError
+from kvpool.governor import WAITING, Decision
 
 mx = pytest.importorskip("mlx.core")
+unit_nbytes = pytest.importorskip("kvpool.serving.memory").unit_nbytes
 GIB = 2**30
 
 
@@ -70,15 +73,39 @@ def test_demo_wires_what_its_parts_load(mac, monkeypatch):
     assert main(["demo", "--wired", "much"]) == 2 and len(limits) == 4
 
 
-def test_serve_counts_the_limit_in_its_metrics(monkeypatch):
-    monkeypatch.setattr(serve, "fit_wired", lambda given: {"auto": 7}[given])
+def make_engine(*arguments, num_blocks=None, bounds=None, memory=()):
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    args = parser.parse_args(["--model", "tiny"])
-    options = {"num_blocks": 9, "block_size": 16, "max_running": 1}
-    engine = serve.make_engine(args, options, argparse.Namespace(chat_template=None, defaults={}), None, [])
+    args = parser.parse_args(["--model", "tiny", *arguments])
+    options = {"num_blocks": num_blocks, "block_size": 16, "max_running": 1}
+    return serve.make_engine(args, options, argparse.Namespace(chat_template=None, defaults={}), bounds, memory)
+
+
+def counted(engine):
     (found,) = [metric for metric in engine.metrics() if metric.name == "kvpool_wired_limit_bytes"]
-    assert found.samples == (({}, 7),)
+    ((_, value),) = found.samples
+    return value
+
+
+def test_serve_counts_the_limit_in_its_metrics(monkeypatch):
+    monkeypatch.setattr(serve, "fit_wired", lambda given: {"auto": 7}[given])
+    assert counted(make_engine(num_blocks=9)) == 7
+
+
+def test_serve_sets_the_limit_again_when_its_cache_has_another_size(mac, monkeypatch):
+    memory, sizes = [], [3000, 500, 500]
+    engine = make_engine("--memory", "64MiB", bounds=serve.Bounds(None, True, math.inf, 0), memory=memory)
+    (one,) = memory
+    unit, active = unit_nbytes(engine), mx.get_active_memory
+    limits = mac(128)
+    monkeypatch.setattr(mx, "get_active_memory", active)
+    monkeypatch.setattr(one.governor, "decide", lambda *_: Decision(sizes.pop(0) * unit, WAITING, (), True))
+    for expected in (3000, 500, 500):
+        one.look(engine)
+        assert engine.kv.pool.num_blocks == expected
+        assert counted(engine) == limits[-1]
+    first, larger, smaller = limits
+    assert first == 5 and abs(larger - smaller - 2500 * unit) < 2**16 and larger > GIB + 3000 * unit
 
 
 def test_generate_wires_its_model(mac, monkeypatch, capsys):

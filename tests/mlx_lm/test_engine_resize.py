@@ -8,7 +8,7 @@ from mlx_models import computing_on_cpu, random_prompts
 
 from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import Engine, tiny
-from kvpool.errors import OutOfBlocks
+from kvpool.errors import OutOfBlocks, RequestRejected
 from kvpool.store import MemoryStore
 from kvpool_backends.numpy import NumpyBackend
 
@@ -114,6 +114,24 @@ def test_resize_below_what_is_live_changes_nothing(model):
             engine.step()
         assert len(ids) == 3
         engine.scheduler.check()
+
+
+def test_pool_that_was_made_small_serves_longer_requests_when_it_has_grown(model):
+    """Given `max_model_len`, its tables have room for them. They have not by default."""
+    prompt = list(range(1, 90))
+    with Engine(model, 100, **SMALL) as engine:
+        expected = engine.generate(prompt, max_tokens=20).tokens.tolist()
+    with Engine(model, 12, max_model_len=120, **SMALL) as engine:
+        with pytest.raises(RequestRejected, match=r"108 tokens need .*, the pool has"):
+            engine.generate(prompt, max_tokens=20)
+        engine.resize(100)
+        assert engine.generate(prompt, max_tokens=20).tokens.tolist() == expected
+        with pytest.raises(RequestRejected, match="89 prompt tokens and 33 more, the model takes 120"):
+            engine.generate(prompt, max_tokens=33)
+    with Engine(model, 12, **SMALL) as engine:
+        engine.resize(100)
+        with pytest.raises(RequestRejected, match="a sequence has at most 11"):
+            engine.generate(prompt, max_tokens=20)
 
 
 def test_listener_cannot_resize_the_engine_that_it_listens_to():

@@ -165,7 +165,8 @@ class Engine:
         A tokenizer of mlx-lm or transformers. It is used for text prompts, stop strings, the text of answers and the
         end tokens. None: tokens in, tokens out.
     max_running, max_step_tokens, prefill_chunk, scheduler options
-        See `kvpool.Scheduler`.
+        See `kvpool.Scheduler`. Give `max_model_len`, which is what the model takes by default, if requests are to be
+        longer than what `num_blocks` hold once `resize` has made room for them.
     eviction : kvpool.eviction.Policy or SlidingWindow, optional
         Keeps the full layers of every sequence within a budget of tokens. See `install` and docs/eviction.md.
     kv_bits, k_bits, v_bits, quant_group_size : int, optional
@@ -231,6 +232,7 @@ class Engine:
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
         how |= {"store": store, "kv_bits": kv_bits, "events": MOST_EVENTS if on_events is not None else 0}
         how |= {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
+        how["max_model_len"] = scheduling.get("max_model_len")
         self.kv = install(model, num_blocks, pool=pool, **how)
         if tokenizer is not None and not hasattr(tokenizer, "detokenizer"):
             from mlx_lm.tokenizer_utils import TokenizerWrapper

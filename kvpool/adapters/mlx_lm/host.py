@@ -107,6 +107,7 @@ def install(
     eviction: Policy | SlidingWindow | None = None,
     store: BlockStore | StoreFactory | None = None,
     events: int = 0,
+    max_model_len: int | None = None,
     **quantization: int | None,
 ) -> PagedKV:
     """Give a model of mlx-lm a paged KV cache, for the length of a ``with`` block.
@@ -115,8 +116,9 @@ def install(
     ----------
     model
         As loaded by ``mlx_lm.load``. Inside the block ``model.make_cache`` makes paged caches, for every engine.
-    num_blocks, block_size, max_seqs
-        Size of a new pool: blocks of tokens (one is reserved), tokens per block, sequences. Groups if layers differ.
+    num_blocks, block_size, max_seqs, max_model_len
+        Size of a new pool: blocks of tokens (one is reserved), tokens per block, sequences, tokens of the longest one
+        (what the blocks hold, unless `PagedKV.resize` is to make room for more). Groups if layers differ.
     prefix_cache : bool
         Make the pool with a prefix cache, or use that of `pool`. Warns where it cannot: see docs/mlx-lm.md.
     pool : kvpool.Pool, optional
@@ -157,8 +159,7 @@ def install(
     layout = _layout(_shape(model, eviction), block_size, pool, prefix_cache, eviction, storage, quantization)
     policy = None if isinstance(eviction, SlidingWindow) else eviction
     if num_blocks is not None:
-        caches = prefix_cache and layout.can_restore
-        pool = layout.make_pool(num_blocks, block_size, max_seqs, caches, evicts=policy is not None, events=events)
+        pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, bool(policy), events, max_model_len)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
@@ -714,8 +715,8 @@ class PagedKV:
         """Give the pool and its storage room for `num_blocks` blocks of tokens, between two forward passes.
 
         Caches keep their tokens. A smaller pool evicts from the prefix cache first. Prefixes on their way from the
-        store are not waited for. The longest sequence stays what it was. Memory that goes is given back to the system,
-        MLX's cache of buffers too. O(bytes of the blocks that stay).
+        store are not waited for. The longest sequence stays what `install` was told. Memory that goes is given back to
+        the system, MLX's cache of buffers too. O(bytes of the blocks that stay).
 
         Raises
         ------

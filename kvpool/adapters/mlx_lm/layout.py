@@ -12,7 +12,7 @@ from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape, numbers_in, w
 from kvpool.config import MAX_TOKENS
 from kvpool.groups import Group
 from kvpool.sizing import arranged, block_nbytes_of
-from kvpool.spec import KVSpec
+from kvpool.spec import KVSpec, checked_int
 
 MAX_GROUPS = 8
 LOOKAHEAD = 16  # tokens that speculative decoding may take back, where windows allow it
@@ -160,13 +160,15 @@ class Layout:
         prefix_cache: bool = False,
         evicts: bool = False,
         events: int = 0,
+        max_model_len: int | None = None,
     ) -> Any:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
-        A prefix cache is of use where `can_restore`, and a checkpoint is smaller than the pool. `evicts`: a sequence
-        may be longer than what it holds. With states only the pool has at most `MOST_CHECKPOINTS` blocks for them.
+        It has a prefix cache where `can_restore`, which is of use if a checkpoint is smaller than the pool. `evicts`: a
+        sequence may be longer than what it holds. One of `max_model_len` tokens may run once the pool is larger. With
+        states only the pool has at most `MOST_CHECKPOINTS` blocks for them.
         """
-        sizes = self.sizes(num_blocks)
+        sizes, prefix_cache = self.sizes(num_blocks), prefix_cache and self.can_restore
         groups, seen = [], {0}
         for group in self.groups:
             if group.kind == "state":
@@ -176,7 +178,8 @@ class Layout:
                 seen.add(group.arena)
                 group = replace(group, num_blocks=sizes[group.arena])
             groups.append(group)
-        longest = min(num_blocks - 1, max(1, MOST_ENTRIES // max_seqs))
+        asked = 1 if max_model_len is None else checked_int("install", "max_model_len", max_model_len)
+        longest = min(max(num_blocks - 1, -(-asked // block_size)), max(1, MOST_ENTRIES // max_seqs))
         if evicts or all(group.kind != "full" for group in self.groups):
             longest = max(longest, -(-MAX_TOKENS // block_size))
         bounded = [group.size for group in self.groups if group.kind in ("window", "chunk")]
