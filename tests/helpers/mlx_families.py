@@ -2,9 +2,21 @@
 
 import mlx.core as mx
 from mlx_lm.models import gemma, gemma2, ministral3, mixtral, qwen2, qwen3, qwen3_moe
-from mlx_models import WINDOW, tiny, tiny_gemma3, tiny_gpt_oss, tiny_llama, tiny_sliding_llama
+from mlx_models import SEED, WINDOW, tiny, tiny_gemma3, tiny_gpt_oss, tiny_llama, tiny_sliding_llama
+
+from benchmarks import tiny_families
 
 HEAD_DIM = {"head_dim": 8}
+
+
+def model_of_file(name, vocab_size=96, **fields):
+    """The tiny model of any file of mlx-lm; `fields` are those of its config that differ."""
+    mx.random.seed(SEED)
+    model = tiny_families.build(name, tiny_families.config_of(name, vocab_size) | fields)
+    tiny_families.randomize(model)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
 
 
 def family(module, **options):

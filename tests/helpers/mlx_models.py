@@ -11,6 +11,8 @@ from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import gemma3_text, gpt_oss, llama
 
+from kvpool.groups import arenas_of
+
 generate = sys.modules[generate_step.__module__]  # mlx_lm.generate is a function too
 VOCAB = 320
 WINDOW = 8  # of sliding layers: shorter than most prompts
@@ -142,6 +144,39 @@ def ended(engine):
     while engine.num_unfinished:
         done |= {completion.id: completion for completion in engine.step()}
     return done
+
+
+def ended_with_failures(engine, owner, name, holds=lambda: True):
+    """The same though each third call of ``owner.name`` raises behind its work; `holds` must be so after each step."""
+    done, failed, calls, call = {}, 0, iter(range(1, 10_000)), getattr(owner, name)
+
+    def sometimes(*arguments):
+        result = call(*arguments)
+        if next(calls) % 3 == 0:
+            raise OSError("planted")
+        return result
+
+    with mock.patch.object(owner, name, sometimes):
+        while engine.num_unfinished:
+            try:
+                done |= {completion.id: completion for completion in engine.step()}
+            except OSError:
+                failed += 1
+            engine.scheduler.check()
+            assert holds()
+    assert failed > 3, "hardly a step has failed"
+    return done
+
+
+def assert_nothing_is_left(engine):
+    """An engine holds no block, slot or state of any sequence."""
+    engine.scheduler.check()
+    pool = engine.kv.pool
+    pool.check()
+    for arena in range(1 + max(arenas_of(pool.options.groups))):
+        stats = pool.stats(arena)
+        assert (stats.used, stats.limbo, stats.sequences, stats.pending) == (0, 0, 0, 0), arena
+    assert len(engine._forward.states) == 0
 
 
 def assert_all_free(kv):

@@ -6,7 +6,7 @@ Plain MLX is lazy everywhere. Where the extension is built, the kernels of a CPU
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from mlx_models import computing_on_cpu, random_prompts, tiny_llama
+from mlx_models import computing_on_cpu, random_prompts
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import engine as module
@@ -14,11 +14,6 @@ from kvpool.adapters.mlx_lm.engine import Engine
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 BLOCK = 4
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 def lazy(model, num_blocks=400, **options):

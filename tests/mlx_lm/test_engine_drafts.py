@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mlx_models import ROUTES, VOCAB, assert_all_free, computing_on_cpu, on_cpu, random_prompts, tiny_gemma3, tiny_llama
+from mlx_models import ROUTES, VOCAB, computing_on_cpu, random_prompts, tiny_llama
 from scheduler_workload import draw
 
 from benchmarks import tiny_families
@@ -24,12 +24,6 @@ COUNT = 60 if os.environ.get("KVPOOL_LONG") else 6
 ONLY = os.environ.get("KVPOOL_WORKLOAD")
 SEEDS = [int(ONLY)] if ONLY else range(COUNT)
 MANY = 500  # blocks
-
-
-@pytest.fixture(scope="module")
-def model():
-    with on_cpu():
-        return tiny_llama()
 
 
 class Oracle:
@@ -235,18 +229,6 @@ def test_answer_in_the_form_of_a_grammar_has_no_drafts():
         found.append({name: facts(one) for name, one in run(engine, [], {})[0].items()})
     assert found[0] == found[1] and set(asked) == {"free"}
     assert found[1]["form"][0][2].isdecimal()
-
-
-def test_windows_are_drafted_within_their_lookahead():
-    model = tiny_gemma3()
-    prompts = random_prompts((40, 3, 17))
-    plain = Engine(model, MANY, block_size=4).batch(prompts, max_tokens=50)
-    answers = {(i, 0): one.tokens for i, one in enumerate(plain)}
-    engine = Engine(model, MANY, block_size=4, speculate=Oracle(answers, 1))
-    assert [facts(one) for one in engine.batch(prompts, max_tokens=50)] == [facts(one) for one in plain]
-    counts = engine.scheduler.stats()
-    assert 0 < counts.accepted_tokens < counts.drafted_tokens
-    assert_all_free(engine.kv)
 
 
 def test_stop_string_inside_right_drafts_ends_the_text_before_it():

@@ -68,16 +68,6 @@ def engine(make):
 # ---------------------------------------------------------------------------------------------- text and streams
 
 
-def test_engine_takes_text_and_returns_text_as_a_whole_and_in_a_stream(engine, answer):
-    completion = engine.generate(PROMPT, max_tokens=40)
-    assert completion.text == answer and completion.samples[0].finish_reason == "length"
-    assert engine.batch([PROMPT, PROMPT[:5]], max_tokens=40)[0].text == answer
-    events = list(engine.stream(PROMPT, max_tokens=40))
-    assert "".join(event.text for event in events) == answer
-    assert [event.finish_reason for event in events] == [None] * 39 + ["length"]
-    assert [event.token for event in events] == engine.tokenizer.encode(answer)
-
-
 def test_a_stream_that_is_left_cancels_its_request(engine):
     other = engine.submit("abc", max_tokens=5)
     stream = engine.stream(PROMPT, max_tokens=40)
@@ -473,16 +463,6 @@ def test_deadline_ends_requests_with_what_they_have_and_no_other(make, text_mode
     assert not any(len(sample.tokens) for id in ("reads", "waits") for sample in done[id].samples)
     with pytest.raises(RequestRejected, match="deadline has passed"):
         engine.submit(PROMPT, deadline=4.0)
-
-
-def test_tenants_take_turns_and_priorities_order_their_own_requests(make):
-    engine = make(max_running=1, weights={"a": 2.0}, prefix_cache=False)  # hits cost nothing
-    for number in range(4):
-        for tenant in "ab":
-            engine.submit(PROMPT, id=(tenant, number), max_tokens=4, eos=(), tenant=tenant, priority=int(number == 3))
-    order = list(ended(engine))
-    assert [number for tenant, number in order if tenant == "a"] == [3, 0, 1, 2]
-    assert [tenant for tenant, _ in order[:5]].count("a") >= 3, "a has twice the weight of b"
 
 
 def test_events_tell_what_the_next_prompt_will_find(make):

@@ -472,34 +472,6 @@ def test_fetch_beside_an_engine_leaves_its_requests_alone(model, filled):
     checked(engine)
 
 
-def test_error_of_an_import_leaves_no_request_behind(model, filled, monkeypatch):
-    store, due = filled
-    engine = engine_of(model, store)
-    stored, real = engine.kv.stored, engine.kv.stored._import
-
-    def fails(load, budget):
-        monkeypatch.setattr(stored, "_import", real)
-        stored._end(load, 0)
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(stored, "_import", fails)
-    assert with_one_error(engine, RuntimeError).tokens.tolist() == due[0]
-    checked(engine)
-
-
-def with_one_error(engine, error):
-    """The answer of an engine, one of whose steps raises."""
-    engine.submit(PROMPT, max_tokens=12)
-    done, errors = [], 0
-    while engine.num_unfinished:
-        try:
-            done += engine.step()
-        except error:
-            errors += 1
-    assert errors == 1
-    return done[0].samples[0]
-
-
 def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, filled, monkeypatch):
     for name in ("FIRST_SLICE", "MOST_SLICE"):
         monkeypatch.setattr(module, name, 2048)
@@ -514,7 +486,15 @@ def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, 
         real(ids, rows)
 
     monkeypatch.setattr(arena, "import_blocks", fails_once)
-    sample = with_one_error(engine, MemoryError)
+    engine.submit(PROMPT, max_tokens=12)
+    done, errors = [], 0
+    while engine.num_unfinished:
+        try:
+            done += engine.step()
+        except MemoryError:
+            errors += 1
+    assert errors == 1
+    sample = done[0].samples[0]
     assert (sample.tokens.tolist(), sample.logprobs.tolist()) == due
     assert sample.output.num_cached <= 32 and engine.kv.stored._staged == 0
     checked(engine)

@@ -1,36 +1,19 @@
-"""Tokens of the engine are those of the model alone: any family, route and chunk, tight pools, samples, cancels."""
+"""Samples, seeds, beams and logprobs of the engine; and its tokens by the kernels of Metal.
+
+Tokens of any family and route: `test_engine_ragged`, `test_engine_groups`; of any workload: `test_engine_workloads`.
+"""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from metal_engine import StandIn
-from mlx_families import FAMILIES
-from mlx_models import PROMPTS, VOCAB, computing_on_cpu, ended, random_prompts, solo_tokens, tiny_llama
+from mlx_models import VOCAB, assert_nothing_is_left, computing_on_cpu, ended, random_prompts, solo_tokens, tiny_llama
 
-import kvpool
 import kvpool_backends.mlx
 from kvpool.adapters.mlx_lm.engine import Engine
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 BLOCK = 4
-TOKENS = 12
-
-
-def assert_nothing_leaked(engine):
-    engine.scheduler.check()
-    engine.kv.pool.check()
-    stats = engine.kv.pool.stats()
-    assert (stats.used, stats.sequences, stats.pending) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_fused_tokens_are_those_of_the_stock_model(name):
-    model, prompts = FAMILIES[name](), random_prompts(PROMPTS)
-    expected = [solo_tokens(model, prompt, TOKENS) for prompt in prompts]
-    engine = Engine(model, 80, block_size=BLOCK, max_running=5, max_step_tokens=17, prefill_chunk=9, fused=True)
-    assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=TOKENS)] == expected
-    assert len({token for tokens in expected for token in tokens}) > 10
-    assert_nothing_leaked(engine)
 
 
 @pytest.mark.long
@@ -46,18 +29,7 @@ def test_tokens_are_the_same_by_the_kernels_of_metal(monkeypatch):
     assert engine.kv.backend.route == "metal" and engine.kv.route == "fused"
     expected = [solo_tokens(model, prompt, 4) for prompt in prompts]
     assert [one.tokens.tolist() for one in engine.batch(prompts, max_tokens=4)] == expected
-    assert_nothing_leaked(engine)
-
-
-def test_a_prompt_that_was_seen_is_found():
-    model, (prompt,) = tiny_llama(), random_prompts([41])
-    engine = Engine(model, 60, block_size=BLOCK)
-    first = engine.generate(prompt, max_tokens=9)
-    again = engine.generate(prompt, max_tokens=9)
-    other = engine.generate(prompt, max_tokens=9, namespace=b"other")
-    assert [one.samples[0].output.num_cached for one in (first, again, other)] == [0, 40, 0]
-    assert first.tokens.tolist() == again.tokens.tolist() == other.tokens.tolist() == solo_tokens(model, prompt, 9)
-    assert_nothing_leaked(engine)
+    assert_nothing_is_left(engine)
 
 
 SAMPLED = {"temperature": 1.1, "top_p": 0.95}
@@ -76,7 +48,7 @@ def test_sample_i_is_the_request_alone_with_seed_plus_i():
     assert [one.tokens.tolist() for one in together.samples] == alone
     assert len(ended(engine)) == len(others)
     assert engine.scheduler.stats().preemptions > 0
-    assert_nothing_leaked(engine)
+    assert_nothing_is_left(engine)
 
 
 def test_requests_without_a_seed_differ_unless_the_engine_has_one():
@@ -91,30 +63,6 @@ def test_requests_without_a_seed_differ_unless_the_engine_has_one():
     assert pair(5) == [first, second]
 
 
-def stock_beam(model, prompt, width, max_tokens):
-    """Beam search by the textbook on full forward passes; all hypotheses run to max_tokens."""
-    beam = [((), 0.0)]
-    for _ in range(max_tokens):
-        grown = []
-        for tokens, score in beam:
-            logits = model(mx.array([prompt + list(tokens)]))[0, -1].astype(mx.float32)
-            logprobs = np.array(logits - mx.logsumexp(logits))
-            grown += [((*tokens, token), score + float(logprobs[token])) for token in range(VOCAB)]
-        beam = sorted(grown, key=lambda one: -one[1])[:width]
-    return beam
-
-
-def test_beam_equals_the_textbook_search():
-    model, (prompt,) = tiny_llama(), random_prompts([9])
-    expected = stock_beam(model, prompt, 3, 6)
-    engine = Engine(model, 60, block_size=BLOCK)
-    found = engine.generate(prompt, max_tokens=6, beam_width=3, n=3)
-    assert [tuple(one.tokens.tolist()) for one in found.samples] == [tokens for tokens, _ in expected]
-    scores = [one.output.score * 6 for one in found.samples]
-    np.testing.assert_allclose(scores, [score for _, score in expected], rtol=1e-4)
-    assert_nothing_leaked(engine)
-
-
 def test_beam_with_more_ends_than_its_width_still_goes_on():
     model, prompt = tiny_llama(), [1, 2, 3]
     ends = np.argsort(-np.array(model(mx.array([prompt]))[0, -1]))[:3].tolist()  # the likeliest all end
@@ -126,7 +74,7 @@ def test_beam_with_more_ends_than_its_width_still_goes_on():
 def test_beam_wider_than_half_of_the_vocabulary_is_searched():
     engine, width = Engine(tiny_llama(), 900, block_size=BLOCK, max_running=200), VOCAB // 2 + 10
     assert len(engine.generate([1, 2, 3], max_tokens=2, beam_width=width, n=width).samples) == width
-    assert_nothing_leaked(engine)
+    assert_nothing_is_left(engine)
 
 
 def test_logprobs_are_the_models_own():
@@ -135,13 +83,3 @@ def test_logprobs_are_the_models_own():
     logits = model(mx.array([prompt + one.tokens.tolist()]))[0, len(prompt) - 1 : -1].astype(mx.float32)
     logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     np.testing.assert_allclose(one.logprobs, logprobs[np.arange(8), one.tokens], atol=1e-4)
-
-
-def test_pool_of_others_is_shared():
-    """A pool that somebody else uses too: what he holds stays his."""
-    model, (prompt,) = tiny_llama(), random_prompts([9])
-    pool = kvpool.Pool(40, BLOCK)
-    mine = pool.open(20)
-    engine = Engine(model, pool=pool, prefix_cache=False)
-    assert engine.generate(prompt, max_tokens=8).tokens.tolist() == solo_tokens(model, prompt, 8)
-    assert pool.is_open(mine) and pool.stats().used == 5

@@ -1,13 +1,13 @@
 """How each model file of mlx-lm attends: over the pool wherever it hands on what its cache returned."""
 
-import copy
 import re
 
 import numpy as np
 import pytest
+from mlx_families import model_of_file
 from mlx_models import batch_tokens, computing_on_cpu, solo_tokens
 
-from benchmarks.tiny_families import NOT_RUN, OWN, build, config_of, randomize
+from benchmarks.tiny_families import NOT_RUN, OWN
 from kvpool.adapters.mlx_lm import install
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
@@ -29,13 +29,6 @@ LATENTS = sorted(name for name, why in GATHER.items() if why == LATENT)
 PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
 
 
-def model_of(name):
-    model = build(name, copy.deepcopy(config_of(name)))
-    randomize(model)
-    model.eval()
-    return model
-
-
 def installed(model, **options):
     try:
         return install(model, 100, block_size=4, **options)
@@ -46,7 +39,7 @@ def installed(model, **options):
 @pytest.mark.long
 @pytest.mark.parametrize("name", LATENTS)
 def test_file_with_latents_decodes_over_them_where_the_backend_can(name):
-    model = model_of(name)
+    model = model_of_file(name)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(1, 96, n).tolist() for n in PROMPTS]
     stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
@@ -61,7 +54,7 @@ def test_file_with_latents_decodes_over_them_where_the_backend_can(name):
 )
 def test_file_attends_over_the_pool_or_gathers_if_it_computes_with_its_context(name):
     """Its tokens: see test_mlx_lm_families."""
-    route = installed(model_of(name)).route
+    route = installed(model_of_file(name)).route
     print(f"{name:24} {route}")
     assert route.startswith("gather: ") and re.search(GATHER[name], route) if name in GATHER else route == "fused"
 

@@ -1,14 +1,13 @@
 """Latent attention: decodes attend over the latents in the pool, chunks gather, models of mlx-lm stay as they are."""
 
-import copy
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_families import model_of_file
 from mlx_models import batch_tokens, computing_on_cpu, solo_tokens
 
-from benchmarks.tiny_families import LATENT, build, config_of, randomize
+from benchmarks.tiny_families import LATENT
 from kvpool.adapters.mlx_lm import Engine, attention, install
 from kvpool.adapters.mlx_lm.host import Converted
 from kvpool.eviction import H2O
@@ -20,10 +19,7 @@ PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
 
 
 def model_of(name="deepseek_v3", **sizes):
-    model = build(name, copy.deepcopy(config_of(name)) | sizes)
-    randomize(model)
-    model.eval()
-    return model
+    return model_of_file(name, **sizes)
 
 
 def random_prompts(lengths=PROMPTS):
@@ -65,18 +61,6 @@ def test_quantized_model_decodes_over_its_latents():
     with install(model, 100, block_size=8, backend="numpy", fused=True) as kv:
         assert kv.layout.has_latents
         assert batch_tokens(model, prompts, MAX_TOKENS) == stock
-
-
-def test_decode_gathers_nothing_and_a_chunk_gathers_once_per_layer(calls):
-    model = model_of()
-    with install(model, 40, block_size=8, backend="numpy", fused=True):
-        caches, layers = model.make_cache(), len(model.layers)
-        calls.clear()
-        mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
-        assert calls == ["read"] * layers
-        calls.clear()
-        mx.eval(model(mx.array([[4]]), cache=caches))
-        assert calls == ["attend"] * layers
 
 
 def test_engine_decodes_over_latents(calls):

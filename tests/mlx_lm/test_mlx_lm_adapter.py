@@ -6,7 +6,7 @@ import sys
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_models import (
     PROMPTS,
@@ -23,7 +23,7 @@ from mlx_models import (
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import Engine
 from kvpool.adapters.mlx_lm import install as install_by
-from kvpool.errors import CapacityExceeded, OutOfBlocks
+from kvpool.errors import CapacityExceeded
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 
@@ -32,11 +32,6 @@ cpu = pytest.fixture(computing_on_cpu, autouse=True)
 def install(request):
     with on_cpu():
         yield functools.partial(install_by, **ROUTES[request.param])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.fixture(scope="module")
@@ -72,43 +67,6 @@ def test_batch_generator_on_a_pool_of_the_users_own_equals_stock(model, prompts,
     assert_all_free(kv)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_batch_generator_equals_stock_for_other_lengths_limits_and_batch_sizes(model, seed, install):
-    lengths = [(1, 2, 3, 4, 5), (20, 1, 1, 30), (9, 9, 9, 9, 9, 9), (50, 2)][seed]
-    options = [
-        {"prefill_batch_size": 1},
-        {"prefill_step_size": 3},
-        {"completion_batch_size": 2, "prefill_batch_size": 2},
-        {"prefill_step_size": 64, "prefill_batch_size": 8},
-    ][seed]
-    prompts = random_prompts(lengths, seed)
-    limits = [1 + (5 * i) % 13 for i in range(len(prompts))]  # rows end at different times
-    expected = batch_tokens(model, prompts, limits, **options)
-    with install(model, 200, block_size=4) as kv:
-        assert batch_tokens(model, prompts, limits, **options) == expected
-    assert_all_free(kv)
-
-
-@pytest.mark.long
-def test_speculative_decoding_on_two_pools_equals_stock(model, prompts, install):
-    """Draft and target have a pool each; rejected tokens are trimmed from both in every step."""
-
-    def speculate(draft, prompt):
-        steps = speculative_generate_step(mx.array(prompt), model, draft, max_tokens=12)
-        return [(int(token), from_draft) for token, _, from_draft in steps]
-
-    draft = tiny_llama(num_hidden_layers=1)
-    for layer in ("embed_tokens", "norm"):  # so that some of its guesses are accepted
-        setattr(draft.model, layer, getattr(model.model, layer))
-    draft.lm_head = model.lm_head
-    expected = [speculate(draft, prompt) for prompt in prompts[1:3]]
-    assert {from_draft for row in expected for _, from_draft in row} == {True, False}
-    with install(model, 100, block_size=4) as target_kv, install(draft, 100, block_size=4) as draft_kv:
-        assert [speculate(draft, prompt) for prompt in prompts[1:3]] == expected
-    assert_all_free(target_kv)
-    assert_all_free(draft_kv)
-
-
 def modules_called(step, steps):
     """Return the module of kvpool of each Python function that so many steps call."""
     calls = []
@@ -138,24 +96,6 @@ def test_a_decode_step_takes_one_short_way_through_the_adapter(model, prompts):
             calls = modules_called(step, 10)
             assert 3 * 10 <= len(calls) <= calls_max * 10
             assert len(set(calls)) <= modules_max
-
-
-def test_requests_removed_in_mid_flight_leave_the_others_unchanged(model, prompts, install):
-    def remove_two(generator, uids):
-        steps.append(1)
-        if len(steps) == 5:
-            generator.remove([uids[0], uids[2]])  # one decodes, one waits or is in prefill
-
-    def generate():
-        steps.clear()
-        return batch_tokens(model, prompts[:6], on_step=remove_two)
-
-    steps = []
-    expected = generate()
-    assert any(len(row) < 16 for row in expected)
-    with install(model, 200, block_size=4) as kv:
-        assert generate() == expected
-    assert_all_free(kv)
 
 
 def test_a_removed_request_can_go_on_from_its_returned_cache(model, prompts, stock, install):
@@ -191,53 +131,11 @@ def test_one_unmerged_cache_takes_several_equal_rows_as_stock_does(model, instal
 # ---------------------------------------------------------------------------------------- out of blocks
 
 
-def test_out_of_blocks_leaves_pool_and_cache_as_they_were(model, install):
-    kv = install(model, 8, block_size=4)  # 7 usable
-    other, cache = kv.make_cache(), kv.make_cache()
-    model(mx.array([list(range(16))]), cache=other)
-    model(mx.array([list(range(10))]), cache=cache)  # 4 + 3 blocks
-    before = kv.pool.fingerprint()
-    with pytest.raises(OutOfBlocks):
-        model(mx.array([list(range(3))]), cache=cache)
-    assert kv.pool.fingerprint() == before
-    assert cache[0].offset == cache[2].offset == 10
-    kv.pool.check()
-    del other
-    tokens = mx.array([[*range(10), *range(3)]])
-    expected = model(tokens, cache=make_prompt_cache(model))[:, -1]
-    assert mx.allclose(model(tokens[:, 10:], cache=cache)[:, -1], expected, atol=1e-4)
-
-
 def test_a_sequence_longer_than_the_whole_pool_is_distinguished_from_a_full_pool(model):
     kv = install_by(model, 8, block_size=4)
     with pytest.raises(CapacityExceeded):
         model(mx.zeros((1, 29), mx.int32), cache=kv.make_cache())
     assert not kv.can_admit(29, 0)
-
-
-def test_admission_before_insert_never_runs_out_of_blocks(model, prompts, stock, install):
-    """A pool far too small for all requests at once serves them when each one is asked for first."""
-    with install(model, 20, block_size=4) as kv:
-        generator = BatchGenerator(model, prefill_batch_size=3, prefill_step_size=7)
-        waiting = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        running, tokens, refused = {}, {i: [] for i in waiting}, 0
-        while waiting or running:
-            load = [(0, len(prompts[i]) + 16) for i in running.values()]
-            while waiting and kv.can_admit(len(prompts[waiting[0]]), 16, load):
-                i = waiting.pop(0)
-                (uid,) = generator.insert([prompts[i]], [16])
-                running[uid] = i
-                load.append((0, len(prompts[i]) + 16))
-            refused += bool(waiting)
-            for response in generator.next()[1]:
-                tokens[running[response.uid]].append(response.token)
-                if response.finish_reason:
-                    del running[response.uid]
-                del response
-        assert refused, "the pool was large enough for all, so nothing was tested"
-        assert [tokens[i] for i in range(len(prompts))] == stock
-        del generator
-    assert_all_free(kv)
 
 
 def test_can_admit_counts_whole_blocks_and_one_for_a_shared_tail(model):

@@ -5,28 +5,17 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_families import model_of_file
 from mlx_models import computing_on_cpu
 
 from benchmarks import tiny_families
-from benchmarks.models import capacity
 from kvpool.adapters.mlx_lm import host, install
 from kvpool.adapters.mlx_lm.layout import layout_of
 from kvpool.sizing import IDLE, arrays_of_one_size
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
+WIDE = {"head_dim": 32, "global_head_dim": 64}  # heads as wide as a group of the quantization
 SHARED = ("gemma4_text", "baichuan_m1", "openelm", "deepseek_v32")  # tiny models whose bytes agree
-
-
-def test_one_arena_holds_seven_times_the_long_sequences_of_a_pool_that_keeps_everything():
-    """Gemma 4 31B: in the bytes of 16 sequences of 32,768 tokens in 10 layers of 4 x 512 and 50 of 16 x 256."""
-    length, kept = 2**15, 16
-    found = capacity.gemma4_31b(length, kept)
-    assert found.everything == kept and found.groups >= 7 * kept
-    (nbytes,) = capacity.GROUPS.block_nbytes
-    pool = capacity.GROUPS.make_pool(1 + kept * length // capacity.BLOCK_SIZE, capacity.BLOCK_SIZE, 1)
-    assert (pool.num_blocks - 1) * nbytes == kept * length * 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
-    apart = layout_of(capacity.MODEL, capacity.BLOCK_SIZE, keeps_all=False)
-    assert len(apart.block_nbytes) == 2 and capacity.fitting(apart, 1 + 2 * length // capacity.BLOCK_SIZE, length) == 2
 
 
 def test_blocks_of_equal_bytes_are_the_largest_of_which_few_idle():
@@ -53,25 +42,9 @@ def test_blocks_of_equal_bytes_are_the_largest_of_which_few_idle():
     assert 50 < found < 350
 
 
-def separate(monkeypatch):
-    """Give each shape an arena."""
-    monkeypatch.setattr(
-        host, "layout_on", lambda storage, model, size, keeps_all, **bits: layout_of(model, size, keeps_all, **bits)
-    )
-
-
-def wide_gemma4():
-    """A model whose heads are as wide as a group of the quantization."""
-    widths = {"head_dim": 32, "global_head_dim": 64, "vocab_size_per_layer_input": 96}
-    model = tiny_families.build("gemma4_text", tiny_families.config_of("gemma4_text", 96) | widths)
-    mx.random.seed(7)
-    tiny_families.randomize(model)
-    return model
-
-
 def logits_of(name, **how):
     """Logits of a program in a pool so small that blocks go from one shape to the other; and what the pool holds."""
-    model = wide_gemma4() if name == "wide" else tiny_families.make(name)[0]
+    model = model_of_file("gemma4_text", **WIDE) if name == "wide" else tiny_families.make(name)[0]
     rng = np.random.default_rng(8)
     found = []
     with install(model, 44, block_size=4, max_seqs=16, **how) as kv:
@@ -96,7 +69,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_shapes_in_one_arena_compute_what_they_compute_in_arenas_of_their_own(name, how, monkeypatch):
     shared, found = logits_of(name, **how)
-    separate(monkeypatch)
+    monkeypatch.setattr(host, "layout_on", lambda _, *model, **bits: layout_of(*model, **bits))  # an arena for each
     apart, due = logits_of(name, **how)
     assert (shared, apart) == (1, 2)
     assert all(np.array_equal(x, y) for x, y in zip(found, due, strict=True))

@@ -45,10 +45,8 @@ def assert_equal_bits(found, due):
 class Driver:
     """Runs one sequence after the other."""
 
-    def __init__(self, name, dtype=None, **how):
+    def __init__(self, name, **how):
         model, _ = tiny_families.make(name)
-        if dtype is not None:
-            model.set_dtype(dtype)
         self.kv = install(model, 200, block_size=BLOCK, max_seqs=SLOTS // 2, prefix_cache=True, **how)
         self.pool, self.forward = self.kv.pool, RaggedForward(self.kv)
         self.plan = kvpool.Plan(self.pool, 4, 64, formats=FORMATS)

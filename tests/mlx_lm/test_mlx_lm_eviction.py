@@ -5,12 +5,14 @@ Tokens leave the layers that keep every token. Windows and states of other layer
 """
 
 import copy
+import functools
 import itertools
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_families import model_of_file
 from mlx_models import (
     VOCAB,
     assert_all_free,
@@ -26,7 +28,6 @@ from mlx_models import (
 )
 from sliding_cache import sliding
 
-from benchmarks import tiny_families
 from kvpool import Group, Pool
 from kvpool.adapters.mlx_lm import install, make_cache
 from kvpool.adapters.mlx_lm.engine import Engine
@@ -43,11 +44,7 @@ POLICIES = {
 }
 MAKERS = {"llama": tiny_llama, "gemma3": tiny_gemma3, "gpt_oss": tiny_gpt_oss, "sliding llama": tiny_sliding_llama}
 PROMPT = random_prompts([33])[0]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
+family = functools.partial(model_of_file, vocab_size=VOCAB)
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -70,14 +67,6 @@ def policy(request):
 
 def tokens(model, caches, prompt=PROMPT, n=40):
     return solo_tokens(model, prompt, n, prompt_cache=caches)
-
-
-def family(name):
-    model = tiny_families.build(name, tiny_families.config_of(name, VOCAB))
-    tiny_families.randomize(model)
-    model.eval()
-    mx.eval(model.parameters())
-    return model
 
 
 # ---- a window
@@ -270,25 +259,6 @@ def test_caches_that_were_made_with_a_policy_go_into_the_engine(model, kv, polic
     caches = [make_cache(model, policy) for _ in prompts]
     assert batch_tokens(model, prompts, 40, prefill_batch_size=1, caches=caches) == due
     assert batch_tokens(model, prompts, 40) != due
-
-
-def test_cut_that_an_eviction_stands_behind_is_refused(model, kv):
-    caches = kv.make_cache(POLICIES["h2o"])
-    tokens(model, caches)
-    before = kv.pool.fingerprint()
-    with pytest.raises(ValueError, match=r"\[truncate\]"):
-        caches[0].trim(30)
-    assert kv.pool.fingerprint() == before
-
-
-def test_pass_that_is_taken_back_is_as_if_it_had_not_been(model, kv, policy):
-    caches, twin = kv.make_cache(policy), kv.make_cache(policy)
-    for one in (caches, twin):
-        tokens(model, one)
-    k = mx.zeros((1, 2, 1, 8))
-    caches[0].update_and_fetch(k, k)  # one layer of three
-    assert kv.recover()
-    assert tokens(model, caches, [5], 30) == tokens(model, twin, [5], 30)
 
 
 def test_evicted_sequence_is_not_committed(model, kv):

@@ -5,13 +5,18 @@ import itertools
 import math
 import sys
 
+import mlx.core as mx
 import pytest
+from mlx_families import FAMILIES
 from mlx_lm import server
+from mlx_lm.models import gemma2
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from mlx_models import tiny_llama
+from mlx_models import computing_on_cpu, tiny_llama
 
 from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.attention import Site
+
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +30,21 @@ def maker(model):
     return None if type(cache) is KVCache else cache._batch.passes
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_installs_leave_in_any_order(model, order):
-    installed = [install(model, 8) for _ in range(3)]
+    """Three on one model, whose newest makes its caches, and one on a model whose file has a hook of its own, too."""
+    stock, call = mx.fast.scaled_dot_product_attention, gemma2.Attention.__call__
+    installed = [install(one, 8, fused=True) for one in (model, model, model, FAMILIES["gemma2"]())]
     for kv in installed:
         kv.__enter__()
-    left = list(installed)
+    left = set(range(4))
     for i in order:
-        assert maker(model) is left[-1].passes
+        assert maker(model) is (installed[max(left - {3})].passes if left - {3} else None)
         installed[i].__exit__(None, None, None)
-        left.remove(installed[i])
-    assert maker(model) is None
+        left.discard(i)
+        assert [kv.is_fused for kv in installed] == [j in left for j in range(4)]
+        assert (mx.fast.scaled_dot_product_attention is stock) == (not left)
+        assert (gemma2.Attention.__call__ is call) == (3 not in left)
     assert "make_cache" not in vars(model)
 
 

@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_families import FAMILIES
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
 from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
@@ -17,11 +16,6 @@ LAZY = {
     **{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 64},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
@@ -94,16 +88,6 @@ def test_stock_and_paged_caches_in_one_batch_are_distinguished(model):
     for call in (lambda: stock[0].merge([stock[0], paged[0]]), lambda: stock[0].merge([stock[0]]).extend(merged)):
         with pytest.raises(AttributeError, match="stock and paged caches cannot be in one batch"):
             call()
-
-
-def test_an_engine_given_a_stock_cache_beside_a_paged_one_says_so(model):
-    stock = make_prompt_cache(model)
-    mx.eval(model(mx.array([[1, 2]]), cache=stock))
-    with install(model, 50, block_size=4):
-        generator = BatchGenerator(model)
-        generator.insert([[3, 4], [5, 6]], [4, 4], caches=[make_prompt_cache(model), stock])
-        with pytest.raises(TypeError, match=r"\[merge\] KVCache"):
-            generator.next()
 
 
 # --------------------------------------------------------------------------------------------------- dtypes

@@ -9,18 +9,13 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import on_cpu, tiny_llama
+from mlx_models import on_cpu
 
 from kvpool import Pool
 from kvpool.adapters.mlx_lm import PagedKVCache, install
 from kvpool.adapters.mlx_lm.cache import Batch
 
 HEADS, DIM = 2, 8
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.fixture
@@ -55,52 +50,6 @@ def test_masks_and_offsets_may_be_asked_for_in_any_number_and_order(kv):
     assert kv.pool.fingerprint() == before
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_any_layer_may_come_first_and_its_offset_moves_with_its_own_update(kv, order):
-    cache = kv.make_cache()
-    forward(cache, [1, 2, 3], order)
-    for position, layer in enumerate(order):
-        assert [cache[i].offset for i in order] == [4] * position + [3] * (3 - position)
-        forward(cache, [9], [layer])
-    assert [c.offset for c in cache] == [4, 4, 4]
-    got = forward(cache, [7], order)
-    for layer in order:
-        assert got[layer].tolist() == [[100 * layer + x for x in (1, 2, 3, 9, 7)]]
-
-
-def test_right_padding_is_neither_stored_nor_seen(kv):
-    singles = [kv.make_cache() for _ in range(3)]
-    merged = [PagedKVCache.merge([single[layer] for single in singles]) for layer in range(3)]
-    for cache in merged:
-        cache.prepare(lengths=[5, 1, 3], right_padding=[0, 4, 2])
-    forward(merged, [1, 2, 3], rows=3)
-    assert merged[0].offset.tolist() == [3, 1, 3]
-    mask = np.array(merged[0].make_mask(2))  # only row 0 has tokens left
-    assert mask.shape == (3, 1, 2, 5)
-    assert mask[0, 0].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    assert mask[1, 0].tolist() == [[1, 0, 0, 0, 0]] * 2  # padding queries see the row's last position
-    forward(merged, [4, 5], rows=3)
-    for cache in merged:
-        cache.finalize()
-    assert merged[0].offset.tolist() == [5, 1, 3]
-    got = forward(merged, [8], rows=3)
-    assert [row[: length + 1].tolist() for row, length in zip(got[0], (5, 1, 3), strict=True)] == [
-        [1, 2, 3, 4, 5, 8],
-        [1, 8],
-        [1, 2, 3, 8],
-    ]
-    assert kv.pool.stats().tokens == 6 + 2 + 4
-
-
-def test_a_windowed_mask_hides_what_is_older(kv):
-    cache = kv.make_cache()
-    forward(cache, [1, 2, 3])
-    mask = np.array(cache[0].make_mask(2, window_size=2))
-    assert mask[0, 0].tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
-    assert np.array(cache[0].make_mask(1, window_size=3))[0, 0].tolist() == [[0, 1, 1, 1]]
-    assert cache[0].make_mask(1, window_size=4) is None
-
-
 def test_a_layer_has_its_own_window_even_if_the_model_names_none(kv):
     kv.passes.windows = (None, 3, None)
     cache = kv.make_cache()
@@ -123,27 +72,6 @@ def test_only_the_last_scatter_of_a_pass_waits_for_the_pass_before(model, monkey
         forward(cache, [1])
     assert calls == 3 * [0, 1, 2, *waits]
     assert kv.summary().writes.startswith("in place" if kernels else "scattered: a step begins when the one before")
-
-
-def test_filter_extend_and_extract_keep_rows_and_their_tokens_together(kv):
-    first, second, third = (kv.make_cache() for _ in range(3))
-    for cache, tokens in ((first, [1, 2]), (second, [3]), (third, [4, 5, 6, 7, 8])):
-        forward(cache, tokens)
-    batch = [PagedKVCache.merge([first[layer], second[layer]]) for layer in range(3)]
-    other = [PagedKVCache.merge([third[layer]]) for layer in range(3)]
-    for cache, more in zip(batch, other, strict=True):
-        cache.extend(more)
-    assert batch[0].offset.tolist() == [2, 1, 5]
-    for cache in batch:
-        cache.filter(mx.array([2, 0]))
-    got = forward(batch, [9], rows=2)[1]
-    assert got[0].tolist() == [104, 105, 106, 107, 108, 109]
-    assert got[1, :3].tolist() == [101, 102, 109]
-    alone = [cache.extract(-1) for cache in batch]
-    assert alone[0].offset == 3
-    assert forward(alone, [10])[2].tolist() == [[201, 202, 209, 210]]
-    assert third[0].offset == 5  # merged, extended from and extended to: a source stays as it is
-    kv.pool.check()
 
 
 def test_keys_and_values_repeat_the_last_update(kv):

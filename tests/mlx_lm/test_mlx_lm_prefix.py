@@ -2,12 +2,10 @@
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_models import (
-    SMALL_STEPS,
     assert_all_free,
-    batch_tokens,
     random_prompts,
     solo_tokens,
     tiny_llama,
@@ -20,11 +18,6 @@ BLOCK = 4
 ANSWER = 12
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 @pytest.fixture
 def kv(model):
     with install(model, 200, block_size=BLOCK, prefix_cache=True) as kv:
@@ -32,21 +25,9 @@ def kv(model):
     assert_all_free(kv)
 
 
-def whole_blocks(num_tokens):
-    """Tokens in the whole blocks of so many."""
-    return num_tokens // BLOCK * BLOCK
-
-
 def cold(model, prompt, max_tokens=ANSWER):
     """What mlx-lm generates on its own caches, whatever hook the model has."""
     return solo_tokens(model, prompt, max_tokens, prompt_cache=[KVCache() for _ in model.layers])
-
-
-def store(model, kv, tokens, namespace=b"", cut=None):
-    """Compute tokens and commit them."""
-    caches, num_cached = kv.fetch(tokens, namespace, cut)
-    model(mx.array([tokens[num_cached:]]), cache=caches)
-    return kv.commit(caches, tokens, namespace)
 
 
 def cached(kv, tokens, namespace=b""):
@@ -55,63 +36,6 @@ def cached(kv, tokens, namespace=b""):
 
 
 # ------------------------------------------------------------------------------------------ hits equal cold
-
-
-@pytest.mark.parametrize("prompt_len", [1, 4, 5, 30])
-def test_generate_step_after_a_hit_equals_a_cold_start(model, kv, prompt_len):
-    (prompt,) = random_prompts([prompt_len])
-    expected = cold(model, prompt)
-    for asked in (0, whole_blocks(prompt_len - 1)):
-        caches, num_cached = kv.fetch(prompt)
-        assert num_cached == asked == caches[0].offset
-        assert solo_tokens(model, prompt[num_cached:], ANSWER, prompt_cache=caches) == expected
-        kv.commit(caches, prompt + expected)
-
-
-def test_requests_with_one_system_prompt_share_its_blocks(model):
-    system, *tails = random_prompts([41, 3, 9, 1, 17, 6, 2, 30, 5])
-    prompts = [system + tail for tail in tails]
-    expected = [cold(model, prompt) for prompt in prompts]
-    shared = whole_blocks(len(system)) // BLOCK
-    with install(model, 200, block_size=BLOCK, prefix_cache=True) as kv:
-        store(model, kv, system)
-        found = [kv.fetch(prompt) for prompt in prompts]
-        assert [num_cached for _, num_cached in found] == [shared * BLOCK] * len(prompts)
-        assert kv.summary().blocks_used == shared  # held by all requests, once
-        caches = [caches for caches, _ in found]
-        rest = [prompt[num_cached:] for prompt, (_, num_cached) in zip(prompts, found, strict=True)]
-        del found
-        assert batch_tokens(model, rest, ANSWER, caches=caches) == expected
-        own = sum(-(-(len(prompt) + ANSWER) // BLOCK) - shared for prompt in prompts)
-        assert kv.summary().blocks_peak <= shared + own
-        assert kv.summary().cow_copies == 0
-        del caches
-    assert_all_free(kv)
-
-
-def test_a_running_request_can_be_committed_and_found(model, kv):
-    system, first_tail, second_tail = random_prompts([20, 5, 7])
-    first, second = system + first_tail, system + second_tail
-    generator = BatchGenerator(model, **SMALL_STEPS)
-    (uid,) = generator.insert([first], [ANSWER])
-    tokens = {uid: []}
-    while True:
-        responses = generator.next()
-        for response in responses[1]:
-            tokens[response.uid].append(response.token)
-        if responses == ([], []):
-            break
-        if len(tokens) == 1 and len(tokens[uid]) == 3:
-            ((cache, known),) = generator.extract_cache([uid]).values()
-            assert kv.commit(cache, known) == len(known) == len(first) + 3
-            caches, num_cached = kv.fetch(second)
-            assert num_cached == len(system)
-            (other,) = generator.insert([second[num_cached:]], [ANSWER], [caches])
-            tokens[other] = []
-            del cache, caches
-    assert list(tokens.values()) == [cold(model, first), cold(model, second)]
-    assert cached(kv, first + tokens[uid][:3]) == whole_blocks(len(first) + 3)
-    del generator, response, responses
 
 
 def test_speculative_decoding_finds_prefixes_in_both_pools(model):
@@ -183,7 +107,9 @@ def test_two_models_on_one_pool_do_not_share(model):
     other = tiny_llama(num_hidden_layers=2)
     (prompt,) = random_prompts([17])
     kvs = [install(m, pool=pool, prefix_cache=True) for m in (model, other, model)]
-    store(model, kvs[0], prompt)
+    caches, _ = kvs[0].fetch(prompt)
+    model(mx.array([prompt]), cache=caches)
+    kvs[0].commit(caches, prompt)
     assert [cached(kv, prompt) for kv in kvs] == [16, 0, 0]
     caches, num_cached = kvs[1].fetch(prompt)
     assert solo_tokens(other, prompt[num_cached:], ANSWER, prompt_cache=caches) == cold(other, prompt)

@@ -59,18 +59,6 @@ def test_batches_generate_what_sequences_generate_alone(model, bits):
     assert kv.summary().blocks_leaked == 0
 
 
-def test_a_forked_quantized_cache_goes_on_by_itself(model):
-    import copy
-
-    with install(model, num_blocks=40, kv_bits=8) as kv:
-        whole = greedy(model, PROMPTS[0] + [1, 2], kv.make_cache())
-        cache = kv.make_cache()
-        model(mx.array([PROMPTS[0]]), cache=cache)
-        fork = copy.deepcopy(cache)
-        greedy(model, [3, 4, 5], cache)
-        assert greedy(model, [1, 2], fork) == whole
-
-
 def test_pool_of_8_bits_takes_the_bytes_of_its_format(model):
     with install(model, num_blocks=16) as dense, install(model, num_blocks=16, kv_bits=8) as quantized:
         ratio = quantized.summary().pool_nbytes / dense.summary().pool_nbytes

@@ -6,17 +6,12 @@ import threading
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
-from mlx_models import PROMPTS, SMALL_STEPS, batch_tokens, random_prompts, tiny_llama
+from mlx_models import PROMPTS, SMALL_STEPS, batch_tokens, random_prompts
 
 from kvpool.adapters.mlx_lm import EngineStopped, PagedKVCache, install
 from kvpool.errors import ConcurrentUse
 
 HEADS, DIM = 2, 8
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.fixture
@@ -155,23 +150,3 @@ def test_engines_in_two_threads_that_take_turns_equal_stock(model, kv):
         for thread in threads:
             thread.join()
     assert tokens == [[rows] for rows in expected]
-
-
-def test_engines_that_interleave_in_a_pass_raise_or_are_right(model, kv):
-    """The second engine comes while the first one is between two layers, wherever the scheduler is kind or not."""
-    prompts = random_prompts(PROMPTS)
-    expected = batch_tokens(model, prompts)
-    attention, meetings = model.layers[1].self_attn, []
-
-    def meet(*arguments, **options):
-        if threading.current_thread() is threading.main_thread() and len(meetings) < 3:
-            meetings.append(in_thread(lambda: batch_tokens(model, prompts)))
-        return attention(*arguments, **options)
-
-    model.layers[1].self_attn = meet
-    try:
-        with kv:
-            assert batch_tokens(model, prompts) == expected
-    finally:
-        model.layers[1].self_attn = attention
-    assert [type(error) for error in meetings] == [ConcurrentUse] * 3

@@ -7,15 +7,14 @@ it has in common with the prompt before it computes few tokens again.
 import gc
 from itertools import takewhile
 
-import mlx.core as mx
 import pytest
+from mlx_families import model_of_file
 from mlx_lm import server
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_models import solo_tokens
 from mlx_server import arguments, provide
 from tokenizers import AddedToken
 
-from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import Engine, PagedPromptCache, install, tiny
 
 TURNS = 6
@@ -37,14 +36,6 @@ def tokenizer():
     found = TokenizerWrapper(plain)
     assert found.has_thinking
     return found
-
-
-def made(arch, vocab_size):
-    mx.random.seed(7)
-    model = tiny_families.build(arch, tiny_families.config_of(arch, vocab_size))
-    tiny_families.randomize(model)
-    model.eval()
-    return model
 
 
 def common(one, other):
@@ -72,7 +63,7 @@ FAMILIES = ["qwen3_5", *MORE]
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_turns_of_the_engine_compute_what_is_new(tokenizer, arch):
-    model = made(arch, len(tokenizer))
+    model = model_of_file(arch, len(tokenizer))
     engine = Engine(model, 400, tokenizer=tokenizer, prefill_chunk=64)
 
     def answer(messages, prompt):
@@ -112,7 +103,7 @@ def served(model, tokenizer, kv, seed):
 @pytest.mark.parametrize("seed", [None, 1], ids=["batched", "one by one"])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_turns_of_the_server_of_mlx_lm_compute_what_is_new(tokenizer, arch, seed):
-    model = made(arch, len(tokenizer))
+    model = model_of_file(arch, len(tokenizer))
     with install(model, 400, prefix_cache=True) as kv:
         again, answers = served(model, tokenizer, kv, seed)
     gc.collect()

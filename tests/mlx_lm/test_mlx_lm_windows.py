@@ -4,7 +4,7 @@ import gc
 
 import mlx.core as mx
 import pytest
-from mlx_families import gemma2_with_small_embeddings
+from mlx_families import gemma2_with_small_embeddings, model_of_file
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 from mlx_models import (
@@ -22,7 +22,6 @@ from mlx_models import (
     tiny_sliding_llama,
 )
 
-from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import Engine, install, passes
 from kvpool.errors import OutOfBlocks
 from kvpool.scheduler.needs import Needs
@@ -106,17 +105,8 @@ class Rounded(KVCache):
         return super().update_and_fetch(*rounded)
 
 
-def wide(arch, **fields):
-    """A tiny model whose heads are as wide as a group of the quantization."""
-    config = tiny_families.config_of(arch, VOCAB) | fields
-    mx.random.seed(7)
-    model = tiny_families.build(config["model_type"], config)
-    tiny_families.randomize(model)
-    return model
-
-
 @pytest.mark.parametrize(
-    ("arch", "fields", "arenas"),
+    ("arch", "fields", "arenas"),  # heads as wide as a group of the quantization
     [
         ("gemma4_text", {"head_dim": 32, "global_head_dim": 64, "vocab_size_per_layer_input": VOCAB}, 2),
         ("olmo3", {"head_dim": 32, "hidden_size": 128}, 1),
@@ -124,7 +114,7 @@ def wide(arch, **fields):
 )
 @pytest.mark.parametrize(("fused", "bits"), [(None, 4), (False, 4), (None, 8)])
 def test_quantized_arenas_equal_a_dense_cache_of_the_same_numbers(arch, fields, arenas, bits, fused):
-    model = wide(arch, **fields)
+    model = model_of_file(arch, VOCAB, **fields)
     prompt = random_prompts((50,))[0]  # longer than the windows
     with install(model, 64, block_size=4, kv_bits=bits, quant_group_size=32, fused=fused) as kv:
         assert len(kv.backends) == arenas and {group.kind for group in kv.pool.options.groups} == {"window", "full"}

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from mlx_models import solo_tokens, tiny_llama, tiny_sliding_llama
+from mlx_models import solo_tokens, tiny_sliding_llama
 
 from kvpool.adapters.mlx_lm.prompt_files import export_prompt_cache, import_prompt_cache
 from kvpool.protocol import StepArrays
@@ -13,11 +13,6 @@ from kvpool.store import BlockLayout, Layout, MemoryStore
 from kvpool_backends.numpy import NumpyBackend
 
 BLOCK, TOKENS = 4, list(range(5, 27))  # five full blocks, and two tokens
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 def spec_of(dtype="float32"):
