@@ -465,16 +465,6 @@ def test_deadline_ends_requests_with_what_they_have_and_no_other(make, text_mode
         engine.submit(PROMPT, deadline=4.0)
 
 
-def test_tenants_take_turns_and_priorities_order_their_own_requests(make):
-    engine = make(max_running=1, weights={"a": 2.0}, prefix_cache=False)  # hits cost nothing
-    for number in range(4):
-        for tenant in "ab":
-            engine.submit(PROMPT, id=(tenant, number), max_tokens=4, eos=(), tenant=tenant, priority=int(number == 3))
-    order = list(ended(engine))
-    assert [number for tenant, number in order if tenant == "a"] == [3, 0, 1, 2]
-    assert [tenant for tenant, _ in order[:5]].count("a") >= 3, "a has twice the weight of b"
-
-
 def test_events_tell_what_the_next_prompt_will_find(make):
     told = []
     engine = make(on_events=told.extend)

@@ -67,23 +67,6 @@ def test_batch_generator_on_a_pool_of_the_users_own_equals_stock(model, prompts,
     assert_all_free(kv)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_batch_generator_equals_stock_for_other_lengths_limits_and_batch_sizes(model, seed, install):
-    lengths = [(1, 2, 3, 4, 5), (20, 1, 1, 30), (9, 9, 9, 9, 9, 9), (50, 2)][seed]
-    options = [
-        {"prefill_batch_size": 1},
-        {"prefill_step_size": 3},
-        {"completion_batch_size": 2, "prefill_batch_size": 2},
-        {"prefill_step_size": 64, "prefill_batch_size": 8},
-    ][seed]
-    prompts = random_prompts(lengths, seed)
-    limits = [1 + (5 * i) % 13 for i in range(len(prompts))]  # rows end at different times
-    expected = batch_tokens(model, prompts, limits, **options)
-    with install(model, 200, block_size=4) as kv:
-        assert batch_tokens(model, prompts, limits, **options) == expected
-    assert_all_free(kv)
-
-
 def modules_called(step, steps):
     """Return the module of kvpool of each Python function that so many steps call."""
     calls = []

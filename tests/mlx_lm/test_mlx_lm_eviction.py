@@ -261,16 +261,6 @@ def test_caches_that_were_made_with_a_policy_go_into_the_engine(model, kv, polic
     assert batch_tokens(model, prompts, 40) != due
 
 
-def test_pass_that_is_taken_back_is_as_if_it_had_not_been(model, kv, policy):
-    caches, twin = kv.make_cache(policy), kv.make_cache(policy)
-    for one in (caches, twin):
-        tokens(model, one)
-    k = mx.zeros((1, 2, 1, 8))
-    caches[0].update_and_fetch(k, k)  # one layer of three
-    assert kv.recover()
-    assert tokens(model, caches, [5], 30) == tokens(model, twin, [5], 30)
-
-
 def test_evicted_sequence_is_not_committed(model, kv):
     caches = kv.make_cache(POLICIES["h2o"])
     said = tokens(model, caches)
