@@ -224,7 +224,7 @@ def governed(
 
     size, asked, now = options["block_size"], options.get("max_model_len"), seen()
     longest = asked or min(max_positions(model) or LONGEST, LONGEST)
-    is_limited = options["eviction"] is None and loading.keeps_every_token(model)
+    is_limited = options.get("eviction") is None and loading.keeps_every_token(model)
     least = min(most, 1 + -(-longest // size))
     if bounds.least is not None:
         given = f"--memory {bounds.least}:{args.memory}"

@@ -421,7 +421,8 @@ class Scheduler:
         if out == most:
             what = "a step is out" if most == 1 else "two steps are out"
             raise RuntimeError(f"[schedule] {what}; call update or fail first")
-        core.tick()
+        if core.keeps:
+            core.tick()
         if out:
             return self._ahead(self._out[0])
         if len(core.groups) == len(core.held):

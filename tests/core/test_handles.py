@@ -4,10 +4,10 @@ import gc
 
 import numpy as np
 import pytest
-from conftest import ONE_HANDLE_CALLS
 from tests.verify._hooks import set_generation, set_stamps
 
 from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfSequences, StaleHandle
+from tests.conftest import ONE_HANDLE_CALLS
 
 LAST_GENERATION = 2**32 - 1
 

@@ -3,9 +3,9 @@
 import gc
 
 import pytest
-from conftest import ONE_HANDLE_CALLS
 
 from kvpool.errors import KVPoolError, PlanStateError, PoolClosed, StaleHandle
+from tests.conftest import ONE_HANDLE_CALLS
 
 # --- deferred close ---------------------------------------------------------------------------------------
 

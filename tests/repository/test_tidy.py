@@ -4,9 +4,8 @@ import ast
 import re
 from pathlib import Path
 
-from conftest import BEGIN_FIRST
-
 from benchmarks import house
+from tests.conftest import BEGIN_FIRST
 from tests.verify.mutants.source import uncommented
 
 ROOT = Path(__file__).resolve().parents[2]
