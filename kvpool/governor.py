@@ -5,14 +5,14 @@ how many bytes each of them should have, and why. It starts no thread, reads no 
 looks once a second or so, resizes, and frees MLX's buffers when it is told to.
 
 1. The limit is what the caches could take in all, if `reserve` bytes of the machine stay free for others, from `floor`
-   to `ceiling`. Freed arrays that MLX keeps count as taken: they go first. What a cache may still fill is promised to
-   it: nobody else gets it.
+   to `ceiling`. Freed arrays that MLX keeps can be freed first, so they count as free. What a cache may still fill is
+   promised to it: nobody else gets it.
 2. Above the limit it shrinks at once, deeper than it must by a margin: a quarter of the reserve, at most an eighth of
    what lies between floor and ceiling. Blank blocks go first, then cached ones, then those of running requests. Under
    pressure it shrinks by an eighth at a time, if that is critical to the floor.
 3. It grows when requests wait, at most once in `pause` seconds, into what was free in all of that time, and leaves
    twice the margin more than it must. So what others take and free again within a minute moves nothing.
-4. If nothing has run for `idle_release` seconds, it shrinks to the floor. The first request afterwards has not to wait
+4. If nothing has run for `idle_release` seconds, it shrinks to the floor. The first request afterwards need not wait
    for the pause.
 """
 
@@ -74,7 +74,7 @@ class Holder(NamedTuple):
     ----------
     name : str
     size : int
-        What it takes now.
+        What it takes now; with `fills`, what it may take.
     live : int
         What of it running requests hold.
     cached : int
@@ -86,8 +86,8 @@ class Holder(NamedTuple):
     unit : int
         Sizes are multiples of it: the bytes of a block.
     fills : bool
-        Whether it takes its size only as it fills, as a `PromptCache` does: it has taken live + cached. It needs more
-        when these and what waits exceed its size. Say that something waits only if it was used since the last look.
+        Whether it takes memory only as it fills, as a `PromptCache` does: it has taken live + cached. It needs more
+        when these and `waiting` exceed its size. Leave `waiting` 0 if it was not used since the last look.
     has_run : bool
         Whether something ran since the last look, so that it is not idle.
     """

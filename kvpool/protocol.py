@@ -316,7 +316,7 @@ def checked_resize(have: int, num_blocks: Any, moves: Any) -> tuple[int, np.ndar
 def move_rows(old: np.ndarray, new: np.ndarray, moves: np.ndarray) -> None:
     """Fill ``new [n, ...]`` with the rows of `old` that have a place there, or with those that `moves` brings there.
 
-    Each row is copied once, as memcpy does it if a row is one piece of memory, and nothing is kept beside the arrays.
+    Each row is copied once, by memcpy if it is one piece of memory, without a temporary array of rows.
     """
     count = min(len(old), len(new))
     axes = 0, *sorted(range(1, new.ndim), key=lambda axis: -new.strides[axis])
@@ -334,7 +334,7 @@ def move_rows(old: np.ndarray, new: np.ndarray, moves: np.ndarray) -> None:
 
 
 def move_within(rows: Any, moves: np.ndarray) -> None:
-    """Move rows inside an array, where there is no memory for another one. They come from behind all that stay."""
+    """Move rows inside an array, where there is no memory for another one. All come from behind the rows that stay."""
     for source, target in moves.tolist():
         rows[target] = rows[source]
 
@@ -572,7 +572,7 @@ class KVBackend(Protocol):
         One layer after the other gets new memory and gives its old memory back, so both numbers of blocks of one layer
         are there at a time; of layout "block" those of all layers. A smaller number never fails for want of memory,
         because the pool has moved its blocks already: a layer that gets none keeps its old memory, and moves its blocks
-        there. O(bytes of the blocks that stay).
+        inside it. O(bytes of the blocks that stay).
 
         Parameters
         ----------

@@ -129,7 +129,7 @@ class PromptCache:
         self.max_size = min(_limit("PromptCache", "max_size", max_size), _MAX_SEQUENCES)
         self.checkpoint_bytes = _limit("PromptCache", "checkpoint_bytes", checkpoint_bytes)
         self._stored = None if store is None else PromptStore(store)
-        self._clock, self._now = clock, 0.0  # when the last call came that may let something go
+        self._clock, self._now = clock, 0.0  # `_now`: when the last call came that may let something go
         self._promoter = ThreadPoolExecutor(1, thread_name_prefix="kvpool-promote")
         self._lock = threading.RLock()
         self._arrival = threading.Condition(self._lock)
@@ -245,7 +245,8 @@ class PromptCache:
             as ``fetch(...).extra`` with a prefix that has all media of the sequence. A store does not have it.
         keep : Keep, optional
             For `ttl` seconds the sequence leaves after all that is not kept, the lowest priority first. With fewer
-            `tokens` than the sequence has, its beginning does, where every cache has a row per token.
+            `tokens` than the sequence has, only its beginning is kept, in whole blocks, if every cache has a row per
+            token; else nothing is.
 
         Raises
         ------
@@ -640,7 +641,7 @@ class PromptCache:
                 return False
 
     def _let_go(self, one: CachedSequence, count: int) -> None:
-        """Drop a sequence. What is kept loses so many blocks at its end, as its beginning stays before all others."""
+        """Drop a sequence, or so many blocks at the end of one that is kept and can be cut: its beginning stays."""
         left = -(-one.length // BLOCK) - count
         if left <= 0 or not one.layout.is_dense or not one.priority_at(self._now):
             self._drop(one)
@@ -658,7 +659,7 @@ class PromptCache:
     def _trim_sequences(self, count: int, new: CachedSequence | None = None) -> None:
         while len(self) > count:
             one = oldest(self._order, self._now)
-            if one is new and oldest(self._order, inf) is not new:  # nothing kept is a reason that it goes
+            if one is new and oldest(self._order, inf) is not new:  # nothing that is kept makes the new one go
                 one = oldest(self._order, self._now, new)
             self._drop(one)
             self._index.evict(self._index.num_idle)

@@ -55,7 +55,7 @@ def listed(tokens: Tokens) -> list[int]:
 
 
 def first(sequences: Iterable[CachedSequence], now: float) -> CachedSequence | None:
-    """Return the first one that is not kept; else the first of the lowest priority."""
+    """Return the first one that is not kept, or else the first one of the lowest priority."""
     best: CachedSequence | None = None
     for one in sequences:
         if not one.priority_at(now):
@@ -70,7 +70,7 @@ def oldest(
 ) -> CachedSequence:
     """Return the sequence that leaves first, of those of the lowest priority: its type is not rarer than the next one.
 
-    `order` has those of each type, in the order of use. Time `inf`: nothing is kept.
+    `order` has those of each type, in the order of use, `but` is passed over. At the time `inf` nothing is kept.
     """
     orders = list(order.values())
     firsts = [first((one for one in each.values() if one is not but), now) for each in orders]

@@ -322,7 +322,7 @@ class Scheduler:
     def require_fit(self, call: str, num_blocks: Mapping[int, int]) -> None:
         """Raise OutOfBlocks if a request that has not ended could not run in arenas of so many blocks. O(requests)."""
         core = self._core
-        core.tick()  # a smaller pool evicts, and what was kept has perhaps ended since the last step
+        core.tick()  # a smaller pool evicts; directives may have ended since the last step
         usable = core.needs.usable_of(num_blocks)
         for group in core.groups.values():
             need = self._need(group.request)

@@ -461,11 +461,11 @@ class Core:
     # -- what stays in the prefix cache
 
     def kept(self, request: Request) -> Keep | None:
-        """Return the directive of a request. Without a prefix cache there is nothing to keep."""
+        """Return the directive of a request, None without a prefix cache."""
         return None if self.prefix is None else request.keep
 
     def tick(self) -> None:
-        """Tell the prefix cache the time, if a request ever had something to keep there."""
+        """Tell the prefix cache the time, if any request so far had a `keep`."""
         if self.keeps and self.prefix is not None and (now := int(self.clock())) > self.told:
             self.prefix.tick(now)
             self.told = now

@@ -424,7 +424,7 @@ class Service:
         return partial(self._tokenizer.apply_chat_template, **options)
 
     async def _kept(self, request: Request, body: Generation) -> Keep | None:
-        """Return what of a prompt stays in the prefix cache. Nobody else has a use for a prompt with a salt."""
+        """Return what of a prompt stays in the prefix cache: nothing with a salt, because nobody else can find it."""
         if body.keep is None or body.cache_salt is not None:
             return None
         if not isinstance(body, ChatRequest) or body.kept_messages is None:
@@ -433,8 +433,8 @@ class Service:
         role = "user" if head[-1]["role"] in ("assistant", "system") else "assistant"
 
         def common() -> str | None:
-            """Return how all prompts begin that have these messages: as this one and one that goes on otherwise."""
-            with suppress(Exception):  # of a template that refuses the other one
+            """Return what this prompt has in common with one that goes on otherwise after these messages."""
+            with suppress(Exception):  # the template refuses the other one
                 told = (body.conversation, [*head, {"role": role, "content": "."}])
                 return commonprefix([template(one, tokenize=False) for one in told])  # noqa: RUF071
             return None

@@ -36,9 +36,9 @@ class Memory:
     max_running : int
         Samples that run at a time, at most.
     draft : DraftModel, optional
-        What speculates: its pool has room for as many tokens.
+        Its pool is resized with that of the engine, to room for as many tokens.
     on_resize : callable, optional
-        Called with the engine when its pool has another size, and MLX's freed arrays are given back.
+        Called with the engine after its pool was resized and MLX's freed arrays were given back.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Memory:
 
 
 def holder_of(engine: Engine, max_running: int, draft: DraftModel | None = None) -> Holder:
-    """Return what the pool of an engine takes, and that of a draft model, which has as many tokens."""
+    """Return what the pool of an engine takes, with that of a draft model, which has room for as many tokens."""
     layout, pool, scheduler = engine.kv.layout, engine.kv.pool, engine.scheduler
     arenas = [(pool.stats(arena), nbytes) for arena, nbytes in enumerate(layout.block_nbytes)]
     own, unit = unit_nbytes(engine), unit_nbytes(engine, draft)
@@ -122,7 +122,7 @@ def holder_of(engine: Engine, max_running: int, draft: DraftModel | None = None)
 
 
 def resize(engine: Engine, nbytes: int, draft: DraftModel | None = None) -> None:
-    """Have so many bytes, or as few more as running requests need: the scheduler preempts those that grow."""
+    """Give the pools so many bytes, or more if running requests hold more: the scheduler preempts those that grow."""
     layout, pool = engine.kv.layout, engine.kv.pool
     arenas = range(len(layout.block_nbytes))
     used = max(-(-pool.stats(arena).used // layout.columns(arena)) for arena in arenas)
@@ -133,7 +133,7 @@ def resize(engine: Engine, nbytes: int, draft: DraftModel | None = None) -> None
         engine.resize(num_blocks)
         if draft is not None:
             draft.resize(num_blocks * pool.block_size)
-    except (MemoryError, RuntimeError, ValueError) as error:  # what runs does not fit, no memory: all is as it was
+    except (MemoryError, RuntimeError, ValueError) as error:  # too small, or no memory; that pool is unchanged
         _log.info("memory: a pool stays as it is: %s", error)
 
 

@@ -297,7 +297,7 @@ class Generation(Request):
 
     @property
     def keep(self) -> Keep | None:
-        """What stays in the prefix cache: what all directives ask for together, and then all that is before it."""
+        """What stays in the prefix cache: all up to the last end, for the longest time, at the highest priority."""
         asked = [one for one in self.retention_directives if one["priority"]]
         if not asked:
             return None
@@ -457,13 +457,13 @@ class ChatRequest(Generation):
 
     @property
     def keep(self) -> Keep | None:
-        """See `Generation`. Of other wishes, the longest is meant for all that `kept_messages` says."""
+        """See `Generation`. Without directives, the longest time of the other wishes; see `kept_messages`."""
         seconds = [*self.marks.values(), *([DAY] if self.prompt_cache_retention == "24h" else [])]
         return super().keep or (Keep(MARKED_PRIORITY, max(seconds)) if seconds else None)
 
     @property
     def kept_messages(self) -> int | None:
-        """How many messages `keep` is meant for, up to the last mark. None: all, or it says how many tokens."""
+        """How many messages `keep` holds for: up to the last mark. None: for all, or for the tokens that it says."""
         last = max(self.marks, default=len(self.messages) - 1) + 1
         is_all = self.retention_directives or self.prompt_cache_retention == "24h" or last == len(self.messages)
         return None if is_all else last

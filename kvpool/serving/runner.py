@@ -154,7 +154,7 @@ class Runner:
             self._news.append((run, None))
 
     def _limit_kept(self, engine: Engine, options: Mapping[str, Any]) -> None:
-        """Limit what the tenant of a run keeps: its share of a part of the pool, which may have been resized."""
+        """Limit what the tenant of a run keeps to its share. It is set each time, because the pool may be resized."""
         tenant, pool, blocks = options["tenant"], engine.kv.pool, engine.kv.pool.num_blocks * KEPT
         if pool.prefix is not None:
             blocks *= self.weights.get(tenant, 1) / sum(self.weights.values()) if self.weights else 1
@@ -186,7 +186,7 @@ class Runner:
         self._calls.put(partial(what, *args))
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
-        """Return what a function says of the engine, or raise what it raises. The thread calls it."""
+        """Return what a function says of the engine, or raise what it raises. The engine's thread calls it."""
         answer: Future[T] = Future()
 
         def say(engine: Engine) -> None:

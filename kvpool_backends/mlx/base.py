@@ -37,7 +37,7 @@ class PoolMemory:
     Attributes
     ----------
     arrays : list of mx.array
-        `KVSpec.base_arrays`.
+        Those of `KVSpec.base_arrays`, in its order.
     num_copies : int
         Arrays that were found in another buffer than before, see `count_copies`.
     """
@@ -57,7 +57,7 @@ class PoolMemory:
     def resize(self, have: int, num_blocks: int, moves: np.ndarray) -> None:
         """Give each array another number of blocks, one after the other. Nothing is queued on them.
 
-        More blocks: all arrays or none. Fewer: all, and those that get no memory stay in that which they have.
+        More blocks: all arrays or none. Fewer: all; an array that gets no new memory keeps its old memory.
         """
         try:
             for number, (shape, dtype) in enumerate(self._shapes(num_blocks)):
@@ -72,7 +72,7 @@ class PoolMemory:
             self._addresses = self.addresses()
 
     def _cut(self, number: int, num_blocks: int, moves: np.ndarray) -> None:
-        """Leave an array so many blocks, in its memory."""
+        """Leave an array so many blocks, in the memory that it has."""
         array = self.arrays[number]
         if len(array) > num_blocks:
             self._move_within(array, moves)
