@@ -462,8 +462,9 @@ class GroupStorage:
             for arena in grown:
                 self._resize_arena(arena, before[arena], ())
             raise
-        self.groups = self._pool.options.groups
-        self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
+        finally:
+            self.groups = self._pool.options.groups
+            self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
         return moves
 
     def _resize_arena(self, arena: int, size: int, moves: Any) -> None:

@@ -110,6 +110,8 @@ def retained(trace: Trace, num_blocks: int, ttl: int, most: int | None = None) -
 
 
 if __name__ == "__main__":
+    if not 4 <= len(sys.argv) <= 5:
+        sys.exit(__doc__)
     path, *sizes = sys.argv[1:]
     told = retained(read_trace(Path(path)), *map(int, sizes))
     print(

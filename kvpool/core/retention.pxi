@@ -66,7 +66,7 @@ cdef void unit_set_aside(Tree* t, int32_t n) noexcept nogil:
 cdef void checkpoint_set_aside(Tree* t, int32_t m) noexcept nogil:
     """The same for a checkpoint that may leave."""
     cdef Line* line = &t.keeping.checkpoints[checkpoint_rank(t, m)]
-    t.keeping.num_checkpoints += not t.checkpoint[m].aside
+    t.keeping.num_checkpoints += t.checkpoint[m].aside == 0
     t.keeping.turn += 1
     t.checkpoint[m].stamp = t.keeping.turn
     t.checkpoint[m].aside = True

@@ -61,7 +61,7 @@ class Memory:
                 try:
                     await runner.ask(self.look)
                 except Exception:
-                    _log.exception("memory: nothing was changed")
+                    _log.exception("memory: this look failed, the next one follows")
 
     def look(self, engine: Engine) -> None:
         """Look at the machine, and resize if it is time. Only the thread of the engine may call it."""
@@ -129,12 +129,17 @@ def resize(engine: Engine, nbytes: int, draft: DraftModel | None = None) -> None
     num_blocks = max(nbytes // unit_nbytes(engine, draft), 2 + used)
     if num_blocks == pool.num_blocks:
         return
+    before = pool.num_blocks
     try:
         engine.resize(num_blocks)
-        if draft is not None:
-            draft.resize(num_blocks * pool.block_size)
-    except (MemoryError, RuntimeError, ValueError) as error:  # too small, or no memory; that pool is unchanged
-        _log.info("memory: a pool stays as it is: %s", error)
+        try:
+            if draft is not None:
+                draft.resize(num_blocks * pool.block_size)
+        except BaseException:
+            engine.resize(before)
+            raise
+    except (MemoryError, RuntimeError, ValueError) as error:  # too small, or no memory: all is as it was
+        _log.info("memory: the pool stays as it is: %s", error)
 
 
 def unit_nbytes(engine: Engine, draft: DraftModel | None = None) -> int:

@@ -96,8 +96,8 @@ class MessagesRequest(CountRequest):
 
 def _mark(blocks: Dicts) -> dict[str, Any] | None:
     """Return the `cache_control` of some blocks that asks for the longest time."""
-    marks = [mark for one in blocks if (mark := one.get("cache_control"))]
-    return max(marks, key=lambda mark: MARKED.get(mark.get("ttl"), 0), default=None)
+    marks = [mark for one in blocks if isinstance(mark := one.get("cache_control"), dict) and mark]
+    return max(marks, key=lambda mark: MARKED.get(str(mark.get("ttl")), 0), default=None)
 
 
 def _turn(one: dict[str, Any], place: str) -> Dicts:

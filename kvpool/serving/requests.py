@@ -209,7 +209,7 @@ class _Retention(TypedDict, total=False):
     start: Annotated[int, Field(ge=0, le=MOST)]
     end: Annotated[int, Field(ge=1, le=MOST)] | None
     priority: Required[Annotated[int, Field(ge=0, le=100)]]
-    duration: Annotated[float, Field(gt=0, le=MOST)] | None
+    duration: Annotated[float, Field(gt=0, le=DAY)] | None
 
 
 class Generation(Request):
@@ -444,7 +444,7 @@ class ChatRequest(Generation):
                 one.setdefault("name", names[one["tool_call_id"]])
         return told
 
-    @property
+    @cached_property
     def marks(self) -> dict[int, int]:
         """The messages with a `cache_control`, by number, and for how many seconds each wants to be cached."""
         found = {}

@@ -84,7 +84,8 @@ def _give_back(array: np.ndarray, first: int = 0) -> None:
     nbytes = array.nbytes // len(array)
     begin, end = (-(-(at + rows * nbytes) // _PAGE_NBYTES) * _PAGE_NBYTES for rows in (first, len(array)))
     if begin < end:
-        owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        with suppress(OSError):  # of locked pages: they stay
+            owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def default_layout(isa: str | None = None) -> str:

@@ -219,6 +219,9 @@ class BaseBackend:
             else:
                 self._storage = rows
             self.num_blocks = size
+        except BaseException:  # no memory for more, or a signal: the arrays have the smaller of both sizes
+            self.num_blocks = min(self.num_blocks, size)
+            raise
         finally:
             self._place()
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvpool import group_storage
+from kvpool import Group, Pool, group_storage
 from kvpool.group_storage import BlockRows, StateArray, StateSlots
 from kvpool.spec import KVSpec
 from kvpool_backends.cpu import backend as cpu
@@ -92,3 +92,48 @@ def test_larger_pool_is_as_before_or_has_all_it_was_to_have(made, calls, monkeyp
     assert np.array_equal(one.export_blocks(range(10)), data)
     one.resize(6, MOVES)
     assert np.array_equal(one.export_blocks(range(6)), data[STAYS])
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_interrupted_shrink_of_mlx_leaves_a_smaller_backend(after, monkeypatch):
+    one = MLXBackend(SPEC, 10, kernels=True)
+    data = np.random.default_rng(1).integers(0, 100, (10, SPEC.block_nbytes), np.uint8)
+    one.import_blocks(range(10), data)
+    real, count = base.PoolMemory._put, iter(range(100))
+
+    def put(memory, number, array):
+        if next(count) == after:
+            raise KeyboardInterrupt
+        real(memory, number, array)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(base.PoolMemory, "_put", put)
+        one.resize(6, MOVES)
+    assert one.num_blocks == 6
+    assert np.array_equal(one.export_blocks(range(6)), data[STAYS])
+
+
+def test_pages_that_the_system_does_not_take_back_do_not_stop_a_shrink(monkeypatch):
+    one = cpu.CPUBackend(KVSpec(1, 2, 256, block_size=16), 40)
+    monkeypatch.setattr(cpu.mmap, "MADV_DONTNEED", 12345)  # an advice that the system refuses
+    with pytest.raises(OSError):
+        cpu.mmap.mmap(-1, 4096).madvise(cpu.mmap.MADV_DONTNEED)
+    one.resize(6, [])
+    assert one.num_blocks == 6
+
+
+def test_storage_of_which_one_part_shrinks_and_another_gets_no_memory_has_the_sizes_of_its_pool(monkeypatch):
+    pool = Pool(40, 4, max_seqs=4, groups=[Group.full(), Group.window(9, arena=1, num_blocks=12)])
+    storage = group_storage.GroupStorage(numpy.NumpyBackend, pool, [SPEC, KVSpec(1, 1, 4, block_size=4)])
+    real = numpy._views
+
+    def views(spec, num_blocks, rows):
+        if num_blocks == 20:
+            raise MemoryError("planted")
+        return real(spec, num_blocks, rows)
+
+    monkeypatch.setattr(numpy, "_views", views)
+    with pytest.raises(MemoryError):
+        storage.resize({0: 30, 1: 20})
+    assert storage.num_blocks == (30, 12) == tuple(pool.stats(arena).num_blocks for arena in (0, 1))
+    assert storage.groups == pool.options.groups

@@ -40,7 +40,7 @@ SAMPLING = {
             [{}],
             [{"priority": 101}],
             [{"priority": 1, "end": 0}],
-            [{"priority": 1, "duration": 2**31}],
+            [{"priority": 1, "duration": 86401}],
             [{"priority": 1}] * 65,
         ),
     ),
@@ -111,12 +111,14 @@ CHAT = {
     "continue_final_message": ((False,), (True, 1, "true")),
 }
 BLOCK, INPUT = {"type": "text", "text": "a"}, {"type": "input_text", "text": "a"}
+THOUGHT = {"type": "thinking", "thinking": "a", "signature": ""}
 USER_TOOL = {"name": "f", "input_schema": {"type": "object"}}
 COUNT = {
     "messages": (
         (
             *([ONE], [ONE, ONE | {"role": "assistant"}], [ONE | {"content": [BLOCK, BLOCK | {"cache_control": None}]}]),
             *([ONE | {"role": "system"}], [ONE | {"content": []}]),
+            *([ONE, {"role": "assistant", "content": [THOUGHT | {"cache_control": one}]}] for one in (5, {"ttl": []})),
         ),
         (
             *([], "hi", 5, {}, [5], [[]], [None], [{}], [{"role": "user"}], [{"content": "x"}], [ONE] * 4097),

@@ -290,6 +290,22 @@ def test_pool_of_a_draft_model_has_as_many_tokens_whatever_the_size_and_answers_
             assert engine.generate("The block table maps", max_tokens=60).text == expected
 
 
+def test_pools_are_as_before_if_that_of_the_draft_model_gets_no_memory(monkeypatch):
+    with on_cpu():
+        model, tokenizer = tiny.make()
+        draft = DraftModel(model, 401, num_drafts=3)
+        with Engine(model, 200, block_size=8, max_running=4, tokenizer=tokenizer, speculate=draft) as engine:
+            unit = memory.unit_nbytes(engine, draft)
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    draft.engine.kv, "resize", lambda num_blocks: (_ for _ in ()).throw(MemoryError("planted"))
+                )
+                memory.resize(engine, 300 * unit, draft)
+            assert (engine.kv.pool.num_blocks, draft.engine.kv.pool.num_blocks) == (200, 401)
+            memory.resize(engine, 300 * unit, draft)
+            assert (engine.kv.pool.num_blocks, draft.engine.kv.pool.num_blocks) == (300, 601)
+
+
 def test_sizes_that_the_server_is_given_hold_the_pool_of_a_draft_model_too(monkeypatch):
     given = ["--memory", "2MiB:128MiB", "--keep-free", "1MiB", "--speculate", "3", "--draft-model", "tiny"]
     args = build_parser().parse_args(["serve", "--model", "tiny", *given, "--max-running", "2"])
