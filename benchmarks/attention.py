@@ -403,8 +403,8 @@ def beside_memcpy(run: Callable[[], None], calls: Sequence[Pairs], n: int, go: C
     """Race `CALLS` moves with as many calls of memcpy, in which each thread has its share of all of them."""
     places = cycle(calls)
 
-    def share(todo: Sequence[Pairs], thread: int) -> None:
-        for pairs in todo:
+    def share(moves: Sequence[Pairs], thread: int) -> None:
+        for pairs in moves:
             for dst, src in pairs:
                 part = slice(dst.size * thread // n, dst.size * (thread + 1) // n)
                 np.copyto(dst[part], src[part])
@@ -412,9 +412,9 @@ def beside_memcpy(run: Callable[[], None], calls: Sequence[Pairs], n: int, go: C
     with ThreadPoolExecutor(n) as workers:
 
         def memcpy() -> None:
-            todo = list(islice(places, CALLS))
-            others = [workers.submit(share, todo, thread) for thread in range(1, n)]
-            share(todo, 0)
+            moves = list(islice(places, CALLS))
+            others = [workers.submit(share, moves, thread) for thread in range(1, n)]
+            share(moves, 0)
             for other in others:
                 other.result()
 

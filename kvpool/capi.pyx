@@ -272,10 +272,10 @@ cdef int plan_from(void* object, kvpool_plan** plan) noexcept:
 cdef int do_open(State* pool, Given* given, Verdict* v) noexcept nogil:
     """Arguments: where the handle goes, a namespace, a count or a prompt, a directive."""
     cdef Argument* space = &given.argument[1]
-    cdef const Directive* keep = &given.argument[3].directive if given.num_arguments > 3 else NULL
+    cdef const Directive* keep = &given.argument[3].directive
     cdef int64_t made = pool_next_handle(pool)
     cdef int status
-    if keep != NULL and keep.priority and pool.groups.tree == NULL:
+    if keep.priority and pool.groups.tree == NULL:
         return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
     status = pool_open(pool, &given.argument[2].ints, <const char*>space.data if space.size else UNNAMED,
                        space.size, -1, True, True, False, False, False, keep, v)
@@ -292,22 +292,12 @@ cdef int open(kvpool_pool* pool, int64_t tokens, int64_t* handle) noexcept:
     give(&given, OUT, "handle", handle, 1)
     give(&given, NAMESPACE, "name_space", NULL, 0)
     give(&given, COUNT, "tokens", NULL, tokens)
+    give(&given, KEEP, "keep", NULL, 1)
     return perform(pool, "open", &given, do_open)
 
 
-cdef int open_prompt(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
-                     int64_t* handle, int64_t* cached) noexcept:
-    cdef Given given
-    begin(&given, 0)
-    given.more = cached
-    give(&given, OUT, "handle", handle, 1)
-    give(&given, NAMESPACE, "name_space", name_space, name_bytes)
-    give(&given, TOKENS, "tokens", prompt, n)
-    return perform(pool, "open_prompt", &given, do_open)
-
-
-cdef int open_kept(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
-                   const kvpool_keep* keep, int64_t* handle, int64_t* cached) noexcept:
+cdef int open_tokens(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
+                     const kvpool_keep* keep, int64_t* handle, int64_t* cached, str call) noexcept:
     cdef Given given
     begin(&given, 0)
     given.more = cached
@@ -315,7 +305,17 @@ cdef int open_kept(kvpool_pool* pool, const int32_t* prompt, int64_t n, const ch
     give(&given, NAMESPACE, "name_space", name_space, name_bytes)
     give(&given, TOKENS, "tokens", prompt, n)
     give(&given, KEEP, "keep", keep, 1)
-    return perform(pool, "open_kept", &given, do_open)
+    return perform(pool, call, &given, do_open)
+
+
+cdef int open_prompt(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
+                     int64_t* handle, int64_t* cached) noexcept:
+    return open_tokens(pool, prompt, n, name_space, name_bytes, NULL, handle, cached, "open_prompt")
+
+
+cdef int open_kept(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
+                   const kvpool_keep* keep, int64_t* handle, int64_t* cached) noexcept:
+    return open_tokens(pool, prompt, n, name_space, name_bytes, keep, handle, cached, "open_kept")
 
 
 cdef int do_fork(State* pool, Given* given, Verdict* v) noexcept nogil:
@@ -356,28 +356,28 @@ cdef int close(kvpool_pool* pool, const int64_t* handles, int64_t n) noexcept:
 cdef int do_commit(State* pool, Given* given, Verdict* v) noexcept nogil:
     cdef Argument* a = given.argument
     return pool_commit(pool, &a[0].ints, &a[1].ints, &a[2].ints, a[1].kind == ONE_EACH,
-                       &a[3].directive if given.num_arguments > 3 else NULL, v)
+                       &a[3].directive, v)
 
 
-cdef int commit(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,
-                int64_t num_tokens) noexcept:
-    cdef Given given
-    begin(&given, 0)
-    give(&given, HANDLES, "handles", handles, n)
-    give(&given, HANDLES if counts != NULL else ONE_EACH, "counts", counts, n)
-    give(&given, TOKENS, "tokens", tokens, num_tokens)
-    return perform(pool, "commit", &given, do_commit)
-
-
-cdef int commit_kept(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n,
-                     const int32_t* tokens, int64_t num_tokens, const kvpool_keep* keep) noexcept:
+cdef int commit_tokens(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n,
+                       const int32_t* tokens, int64_t num_tokens, const kvpool_keep* keep, str call) noexcept:
     cdef Given given
     begin(&given, 0)
     give(&given, HANDLES, "handles", handles, n)
     give(&given, HANDLES if counts != NULL else ONE_EACH, "counts", counts, n)
     give(&given, TOKENS, "tokens", tokens, num_tokens)
     give(&given, KEEP, "keep", keep, 1)
-    return perform(pool, "commit_kept", &given, do_commit)
+    return perform(pool, call, &given, do_commit)
+
+
+cdef int commit(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,
+                int64_t num_tokens) noexcept:
+    return commit_tokens(pool, handles, counts, n, tokens, num_tokens, NULL, "commit")
+
+
+cdef int commit_kept(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n,
+                     const int32_t* tokens, int64_t num_tokens, const kvpool_keep* keep) noexcept:
+    return commit_tokens(pool, handles, counts, n, tokens, num_tokens, keep, "commit_kept")
 
 
 # -- retention, and the size

@@ -126,7 +126,7 @@ def open_with_room(core: Core, attempt: Attempt, need: list[int], tokens: np.nda
     It needs so many blocks with the cached part. Those that it does not hold yet are promised to it. A checkpoint is
     held until the first step has loaded it. If it leaves no room for that step, the sequence begins without it.
     """
-    needs, kept, cut = core.needs, blocks_kept(core), request.cut
+    needs, kept, cut, keep = core.needs, blocks_kept(core), request.cut, core.kept(request)
     if cut is None and len(tokens) > core.findable:
         cut = max(0, len(tokens) - REWRITTEN)
     tokens = tokens[: core.findable + 1]
@@ -137,8 +137,8 @@ def open_with_room(core: Core, attempt: Attempt, need: list[int], tokens: np.nda
             needs.short(most, core.available(), kept) >= 0
             and not fits_found(core, attempt, need, tokens, request.namespace)
         ):
-            return None if is_short else attempt.open(core.pool.open, 0, request.namespace, keep=core.kept(request))
-        place, how = cut and min(cut, len(tokens)), {"reserve": False, "again": attempt.again, "keep": request.keep}
+            return None if is_short else attempt.open(core.pool.open, 0, request.namespace, keep=keep)
+        place, how = cut and min(cut, len(tokens)), {"reserve": False, "again": attempt.again, "keep": keep}
         return attempt.open(core.pool.open, tokens, request.namespace, place, **how)
     except (OutOfBlocks, OutOfSequences):
         return None

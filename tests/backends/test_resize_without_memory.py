@@ -57,13 +57,18 @@ def dry(patch, place, name, calls):
     patch.setattr(place, name, staticmethod(call) if isinstance(place, type) else call)
 
 
+def filled(make):
+    """A storage of 10 blocks, and their bytes."""
+    one, data = make(), np.random.default_rng(1).integers(0, 100, (10, SPEC.block_nbytes), np.uint8)
+    one.import_blocks(range(10), data)
+    return one, data
+
+
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_smaller_pool_has_its_blocks_where_the_pool_has_moved_them(made, calls, monkeypatch):
     make, place, name = MADE[made]
-    one = make()
-    data = np.random.default_rng(1).integers(0, 100, (10, SPEC.block_nbytes), np.uint8)
-    one.import_blocks(range(10), data)
+    one, data = filled(make)
     with monkeypatch.context() as patch:
         dry(patch, place, name, calls)
         one.resize(6, MOVES)
@@ -78,9 +83,7 @@ def test_smaller_pool_has_its_blocks_where_the_pool_has_moved_them(made, calls, 
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_larger_pool_is_as_before_or_has_all_it_was_to_have(made, calls, monkeypatch):
     make, place, name = MADE[made]
-    one = make()
-    data = np.random.default_rng(1).integers(0, 100, (10, SPEC.block_nbytes), np.uint8)
-    one.import_blocks(range(10), data)
+    one, data = filled(make)
     with monkeypatch.context() as patch:
         dry(patch, place, name, calls)
         try:
@@ -96,9 +99,7 @@ def test_larger_pool_is_as_before_or_has_all_it_was_to_have(made, calls, monkeyp
 
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_interrupted_shrink_of_mlx_leaves_a_smaller_backend(after, monkeypatch):
-    one = MLXBackend(SPEC, 10, kernels=True)
-    data = np.random.default_rng(1).integers(0, 100, (10, SPEC.block_nbytes), np.uint8)
-    one.import_blocks(range(10), data)
+    one, data = filled(MADE["mlx kernels"][0])
     real, count = base.PoolMemory._put, iter(range(100))
 
     def put(memory, number, array):
