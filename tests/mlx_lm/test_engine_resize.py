@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mlx_models import computing_on_cpu, random_prompts
 
+import kvpool_backends.mlx
 from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.errors import OutOfBlocks, RequestRejected
@@ -36,33 +37,38 @@ def model(request):
     return made(request.param)
 
 
-def ballast_of(pool):
+def ballast_of(pool, tokens):
     """A sequence that holds the first blank blocks, if it finds so many: what comes lies behind, and has to move."""
     try:
-        return [pool.open(480)]
+        return [pool.open(tokens)]
     except OutOfBlocks:
         return []
 
 
-def answers(engine, times=0):
-    """Tokens of all requests, which share prefixes, with so many resizes in between; and how many blocks moved."""
-    prompts = [(prompt % 200).tolist() for prompt in map(np.asarray, random_prompts([9, 30, 17, 41] * 5, seed=5))]
-    prompts = [prompts[1] + one if at % 3 == 0 else one for at, one in enumerate(prompts[:NUM_REQUESTS])]
-    sizes, ids, done, moved = [SIZES[at % len(SIZES)] for at in range(times)], [], {}, []
+def answers(engine, times=0, requests=NUM_REQUESTS, sizes=SIZES, longest=13, ballast=480, running=0):
+    """Tokens of all requests, which share prefixes, with `times` resizes in between; and how many blocks moved.
+
+    `running`: so many have to run when it is resized.
+    """
+    lens = [9, 30, 17, 41] * -(-requests // 4)
+    prompts = [(prompt % 200).tolist() for prompt in map(np.asarray, random_prompts(lens, seed=5))]
+    prompts = [prompts[1] + one if at % 3 == 0 else one for at, one in enumerate(prompts[:requests])]
+    sizes, ids, done, moved = [sizes[at % len(sizes)] for at in range(times)], [], {}, []
     resize = engine.kv.storage.resize
     engine.kv.storage.resize = lambda sizes: moved.append(resize(sizes)) or moved[-1]
     for at, prompt in enumerate(prompts):
         seeded = {"temperature": 1.0, "seed": at} if at % 2 else {}
-        ids.append(engine.submit(prompt, max_tokens=9 + at % 5, **seeded))
-    ballast = ballast_of(engine.kv.pool)
+        ids.append(engine.submit(prompt, max_tokens=longest - at % 5, **seeded))
+    holding = ballast_of(engine.kv.pool, ballast)
     while engine.num_unfinished:
         done |= {completion.id: completion for completion in engine.step()}
-        if sizes:
-            engine.kv.pool.close(ballast)
+        now = engine.scheduler.stats()
+        if sizes and now.prefilling + now.decoding >= running:
+            engine.kv.pool.close(holding)
             engine.resize(sizes.pop(0))
-            ballast = ballast_of(engine.kv.pool)
+            holding = ballast_of(engine.kv.pool, ballast)
             engine.scheduler.check()
-    engine.kv.pool.close(ballast)
+    engine.kv.pool.close(holding)
     assert not sizes, "the requests ended before the resizes"
     return [done[id].tokens.tolist() for id in ids], sum(len(pairs) for one in moved for pairs in one.values())
 
@@ -80,6 +86,33 @@ def test_tokens_between_resizes_are_those_of_a_fixed_pool(name, route):
         assert found == expected
         assert moved > 30  # blocks
         engine.kv.pool.check()
+
+
+def check_200_running_sequences(**how):
+    """All run at once, with 50 resizes; returns the route of their attention."""
+    make = partial(Engine, made("llama"), max_running=200, max_step_tokens=2048, block_size=8, **how)
+    many = {"requests": 200, "longest": 70, "ballast": 8000, "running": 200}
+    with make(4000) as engine:
+        expected, _ = answers(engine, **many)
+    with make(3000) as engine:
+        found, moved = answers(engine, 50, sizes=(2400, 3000, 2500, 4000, 2600), **many)
+        assert found == expected
+        assert moved > 200  # blocks
+        engine.kv.pool.check()
+        return getattr(engine.kv.backend, "route", None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("route", sorted(ROUTES.keys() - {"plain"}))  # computes one prompt a pass: few run at once
+def test_200_running_sequences_give_the_tokens_of_a_fixed_pool(route):
+    check_200_running_sequences(**ROUTES[route])
+
+
+@pytest.mark.slow
+def test_200_running_sequences_on_metal_give_the_tokens_of_a_fixed_pool(engine, monkeypatch):
+    on_metal = partial(kvpool_backends.mlx.MLXBackend, native=False, metal_kernel=engine.factory(1))
+    monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, **_: on_metal(spec, num_blocks))
+    assert check_200_running_sequences() == "metal"
 
 
 class ForgetsAMove(NumpyBackend):
