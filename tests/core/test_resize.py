@@ -3,6 +3,8 @@
 That every row reads what it wrote, the fuzzer judges (`tests/verify`).
 """
 
+from functools import partial
+
 import pytest
 
 from kvpool import Group, Plan, Pool
@@ -111,6 +113,32 @@ def test_several_arenas_are_resized_all_or_none():
     assert (pool.options.groups[1].num_blocks, pool.options.groups[2].size) == (17, 2)
     again = Pool(**pool.options._asdict())
     assert again.options == pool.options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"watermark": 3},
+        {"groups": [Group.full(columns=3)]},
+        {"groups": [Group.full(), Group.state(6, blocks=2)], "prefix_cache": True},
+    ],
+    ids=["full", "watermark", "columns", "states"],
+)
+def test_resize_takes_the_sizes_that_a_new_pool_takes(options):
+    """The least is what is reserved and one block, the watermark, or a checkpoint."""
+
+    def is_taken(call):
+        try:
+            call()
+        except ValueError:
+            return False
+        return True
+
+    sizes, make = range(12), partial(Pool, block_size=4, max_seqs=2, **options)
+    taken = [is_taken(partial(make, size)) for size in sizes]
+    assert [is_taken(partial(make(40).resize, size)) for size in sizes] == taken
+    assert not all(taken[:3]) and all(taken[4:])
 
 
 def pending(pool):
