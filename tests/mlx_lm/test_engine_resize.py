@@ -91,7 +91,7 @@ def test_tokens_between_resizes_are_those_of_a_fixed_pool(name, route):
 def check_200_running_sequences(**how):
     """All run at once, with 50 resizes; returns the route of their attention."""
     make = partial(Engine, made("llama"), max_running=200, max_step_tokens=2048, block_size=8, **how)
-    many = {"requests": 200, "longest": 70, "ballast": 8000, "running": 200}
+    many = {"requests": 200, "longest": 75, "ballast": 8000, "running": 200}
     with make(4000) as engine:
         expected, _ = answers(engine, **many)
     with make(3000) as engine:
