@@ -7,7 +7,6 @@
 .PHONY: help demo test test-all verify fuzz test-metal metal-sweep test-embed test-torch test-engines test-golden-full \
 	test-long native cross mac-report docs lint bench bench-gates build debug asan tsan freethreaded coverage clean
 MAKEFLAGS += --no-print-directory
-unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew
 
 VENV := .venv
