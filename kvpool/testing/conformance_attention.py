@@ -110,7 +110,7 @@ def head_dims_of_models_equal_dense_attention(factory: Factory) -> None:
 def chunks_of_any_length_share_a_batch(factory: Factory) -> None:
     """1 to 8 queries and more, of a new row and of one with a past."""
     q_lens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33, 130]
-    for kv_heads, q_heads in head_counts(factory, (2, 4), (3, 3), (1, 7), (1, 8)):
+    for kv_heads, q_heads in head_counts(factory, (2, 4), (3, 3), (1, 7), (1, 8), (4, 16)):
         for spec in specs(factory, layers=1, kv_heads=kv_heads, q_heads=q_heads, block_sizes=(3, 16)):
             for past in (0, 1, 45):
                 lengths = [n + past for n in q_lens]

@@ -61,7 +61,6 @@ def test_capabilities_narrow_what_the_kit_tries():
         scores=("raw",),
     )
     assert outcome(narrow)[1] == {
-        "value_heads_may_have_another_dim",
         "attention_weights_are_returned",
         *QUANTIZED,
         "a_row_has_the_same_bits_in_any_batch",

@@ -44,9 +44,7 @@ CASES = (
     "protocol_is_implemented",
     "ragged_chunks_equal_dense_attention",
     "plans_of_int64_are_read_like_int32",
-    "value_heads_may_have_another_dim",
-    "scale_is_applied",
-    "placement_changes_nothing",
+    "layouts_are_strides_only",
     "unused_slots_never_matter",
     "padding_is_inert",
     "copies_writes_reads_happen_in_order",
@@ -66,7 +64,7 @@ CASES = (
     "latents_are_stored_and_read",
 )
 NATIVE_CASES = (
-    "wide_groups_equal_dense_attention",
+    "plans_of_int64_are_read_like_int32",
     "copies_writes_reads_happen_in_order",
     "misuse_is_refused_before_a_byte_changes",
     "import_restores_what_export_took",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import pytest
 from prefixes import cache
 
 PROMPT, MORE = [1, 2, 3, 4], [1, 2, 3, 4, 5]
