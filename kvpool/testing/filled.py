@@ -39,6 +39,11 @@ def collector(cases: list[OneCase]) -> Callable[[OneCase], OneCase]:
     return add
 
 
+CASES: list[Case] = []
+"""The conformance cases of backends: all modules of the kit add theirs."""
+case = collector(CASES)
+
+
 def run_cases(cases: Sequence[Any], run: Callable[[Any], object]) -> dict[str, str]:
     """Run each case; returns its name with "passed" or "not applicable".
 

@@ -33,7 +33,8 @@ FUSED = dataclasses.replace(SPEC, head_dim=64)  # for MLX's attention
 PACKED = KVSpec(2, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
 SPECS = pytest.mark.parametrize("spec", [FUSED, PACKED], ids=["dense", "packed"])
 PACKED_CASES = [
-    *conformance_storage.QUANTIZED_CASES,
+    conformance_storage.groups_of_every_kind_are_stored_by_the_formula,
+    conformance_storage.quantized_contexts_equal_dense_attention,
     conformance.exported_blocks_hold_the_documented_bytes,
     conformance.copies_take_exactly_the_valid_tokens,
     conformance.import_restores_what_export_took,
