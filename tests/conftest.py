@@ -98,7 +98,7 @@ ONE_OF_MANY = (
     *("mlx_lm", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
     *("serving_api", "backend_cpu", "threads", "backend_raises", "backend_conformance"),
     *("cli_generate", "prompt_cache", "sizing_bytes", "store_conformance"),
-    *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction", "groups_agree"),
+    *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction"),
 )
 SLOW = (
     "test_store_passes_every_case_of_the_kit[disk-True-threads_get_their_own_blocks]",

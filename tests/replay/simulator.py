@@ -99,7 +99,7 @@ class Request:
 
 
 class Replay:
-    """The policy, step by step. `rows` has (prompt, output, ids); an id stands for `width` tokens and all before them."""
+    """The policy, step by step. `rows` has (prompt, output, ids); an id stands for `width` tokens and all before."""
 
     def __init__(self, rows, width, cache, block_size, concurrency, tier=None):
         self.rows, self.width, self.cache = rows, width, cache
