@@ -19,16 +19,6 @@ def test_a2_fork_of_a_table_then_append_then_free(make_pool, make_plan, grow):
     assert idle(pool)
 
 
-def test_a3_null_block_never_reaches_the_free_list(make_pool, refused):
-    """Null placeholders and duplicates reached the free queue."""
-    pool = make_pool()
-    pool.blocks.alloc(3)
-    for ids in ([1, 0], [0, 0], [0]):
-        with refused(pool, ValueError, "free", 0):
-            pool.blocks.free(ids)
-    assert 0 not in pool.blocks.alloc(12).tolist()
-
-
 def test_a6_reference_to_a_cached_block_takes_it_off_the_list(make_pool):
     """Pin was an incref on a block that still sat in the free queue; release queued it again."""
     pool = make_pool(4)

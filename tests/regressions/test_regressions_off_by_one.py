@@ -97,12 +97,6 @@ def test_e10_cut_behind_an_eviction_is_by_the_logical_length(make_pool, make_pla
     assert plan.slot_mapping.tolist() == [4 * int(pool.table(handle)[2])]
 
 
-def test_e12_ids_stay_below_num_blocks(make_pool):
-    """The scheduler had 35341 blocks, the worker 34435: ids were out of the worker's range."""
-    pool = make_pool(34)
-    assert max(pool.blocks.alloc(33).tolist()) == 33 and not pool.stats().blank
-
-
 def test_e12_storage_has_as_many_blocks_as_its_pool():
     """The same, where one object owns both."""
     manager = KVBlockManager(KVSpec(1, 1, 8, "float32", 4), num_blocks=8)

@@ -30,14 +30,3 @@ def test_g5_capacity_is_computed_in_64_bits(make_pool):
     pool = make_pool(40, 2**28)
     handle = pool.open(2**31 + 5)
     assert (len(pool.table(handle)), pool.capacity(handle)) == (9, 9 * 2**28)
-
-
-def test_g6_both_bounds_of_an_id_are_checked(make_pool, refused):
-    """slot < 0 was checked, slot >= capacity was not; or an id was taken modulo 2^32."""
-    pool = make_pool()
-    pool.blocks.alloc(3)
-    for block in (-1, 16, 2**31 - 1, 2**31, 2**32 + 1, -(2**31)):
-        with refused(pool, IndexError, "decref", block):
-            pool.blocks.decref([1, block])
-        with refused(pool, IndexError, "free", block):
-            pool.blocks.free(np.array([block], np.int64))
