@@ -412,8 +412,9 @@ def features_work_together(factory: Factory) -> None:
     spec = next(specs(factory))
     filled = fill(factory, spec, _SHORT)
     for some in chain.from_iterable(combinations(features, n) for n in range(2, len(features) + 1)):
-        options = some_options(filled, _SHORT_CHUNKS, 4, some)
-        _check_decode_and_chunks_of(filled, options, f"{', '.join(some)}")
+        options, newest = some_options(filled, _SHORT_CHUNKS, 4, some), np.cumsum(_SHORT_CHUNKS) - 1
+        filled.check(_SHORT_CHUNKS, 4, f"{', '.join(some)}, chunks", options=options)
+        filled.check([1] * len(newest), 4, f"{', '.join(some)}, decode", options=mask_rows(options, newest))
     layouts = capabilities_of(factory).layouts
     for q_heads, kv_heads in ((4, 2), (3, 1)):
         for spec in specs(
@@ -430,13 +431,6 @@ def features_work_together(factory: Factory) -> None:
                 q_lens = [*_SHORT_CHUNKS, 2]
                 options = some_options(filled, q_lens, q_heads, features, kind)
                 filled.check(q_lens, q_heads, f"all features, {q_heads} over {kv_heads} heads", 0.3, options)
-
-
-def _check_decode_and_chunks_of(filled: Filled, options: AttentionOptions, what: str) -> None:
-    """Of options whose mask is for `_SHORT_CHUNKS`: the newest query of each row alone, then all."""
-    filled.check(_SHORT_CHUNKS, 4, f"{what}, chunks", options=options)
-    newest = np.cumsum(_SHORT_CHUNKS) - 1
-    filled.check([1] * len(_SHORT_CHUNKS), 4, f"{what}, decode", options=mask_rows(options, newest))
 
 
 # ---------------------------------------------------------------------- refusals
@@ -459,14 +453,14 @@ def options_that_cannot_be_served_are_refused(factory: Factory) -> None:
 
 def _bad_options(features: tuple[str, ...]) -> list[tuple[str, type[Exception], Any]]:
     """For 3 tokens of 4 heads and contexts of up to 9."""
-    fitting = {
+    fitting: dict[str, Any] = {
         "window": 4,
         "soft_cap": 5.0,
         "sinks": np.zeros(4),
         "alibi_slopes": np.ones(4),
         "mask": np.ones((3, 9), bool),
     }
-    wrong = [
+    wrong: list[tuple[str, Any]] = [
         ("sinks", np.zeros(2)),
         ("alibi_slopes", np.zeros(5)),
         ("mask", np.ones((2, 9), bool)),
@@ -477,15 +471,11 @@ def _bad_options(features: tuple[str, ...]) -> list[tuple[str, type[Exception], 
     bad: list[tuple[str, type[Exception], Any]] = [("a dict of options", TypeError, {"window": 4})]
     for name, value in fitting.items():
         if name not in features:
-            bad.append((f"{name}, which the backend lacks", ValueError, _option(name, value)))
+            bad.append((f"{name}, which the backend lacks", ValueError, AttentionOptions(**{name: value})))
     for name, value in wrong:
         if name in features:
-            bad.append((f"{name} of shape {value.shape}", ValueError, _option(name, value)))
+            bad.append((f"{name} of shape {value.shape}", ValueError, AttentionOptions(**{name: value})))
     return bad
-
-
-def _option(name: str, value: Any) -> AttentionOptions:
-    return AttentionOptions(**{name: value})
 
 
 # ====================== scores
@@ -510,20 +500,6 @@ def exported(
     return backend.to_numpy(out), backend.to_numpy(s)
 
 
-def expected(
-    filled: Filled, q: np.ndarray, q_lens: Sequence[int], kind: str, options: AttentionOptions | None = None
-) -> np.ndarray:
-    """Dense scores of every row, ``[B, Hk, C]`` in float64."""
-    scores = np.zeros((len(q_lens), filled.backend.spec.num_kv_heads, max(filled.contexts)))
-    ends = np.cumsum(q_lens)
-    for row, n in enumerate(q_lens):
-        if n:
-            newest = slice(ends[row] - 1, ends[row])
-            one = dense_scores(q[newest], filled.k[0][row], kind, None, mask_rows(options, newest))
-            scores[row, :, : one.shape[-1]] = one
-    return scores
-
-
 def check(
     filled: Filled,
     q_lens: Sequence[int],
@@ -538,7 +514,12 @@ def check(
     out, scores = exported(filled, q, plan, kind, options)
     same = np.array_equal(out, attend(filled.backend, 0, q, plan, None, options), equal_nan=True)
     assert same, f"{what}: the result beside scores is another one"
-    right = expected(filled, q, q_lens, kind, options)
+    right = np.zeros((len(q_lens), spec.num_kv_heads, max(filled.contexts)))
+    for row, (n, end) in enumerate(zip(q_lens, np.cumsum(q_lens), strict=True)):
+        if n:
+            newest = slice(end - 1, end)
+            one = dense_scores(q[newest], filled.k[0][row], kind, None, mask_rows(options, newest))
+            right[row, :, : one.shape[-1]] = one
     assert scores.shape == right.shape, f"{what}: shape {scores.shape}, expected {right.shape}"
     # A raw score's rounding is in proportion to what was added up, a weight's to itself and to its score.
     size = 1 + np.abs(right) if kind == "raw" else np.abs(right) * 10 + 1e-6

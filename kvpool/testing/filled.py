@@ -134,20 +134,6 @@ def quantized_specs(factory: Factory, layers: int, layouts: Sequence[str], dtype
                 yield spec
 
 
-def refuses(factory: Factory, others: Sequence[KVSpec]) -> None:
-    """Those of some specs that `capabilities` does not list raise a ValueError; NotApplicable where it lists all."""
-    can = capabilities_of(factory)
-    wrong = [(spec, reason) for spec in others if (reason := can.refusal(spec))]
-    for spec, reason in wrong:
-        try:
-            factory(spec, 2)
-        except ValueError:
-            continue
-        raise AssertionError(f"{spec} was accepted, although {reason}")
-    if not wrong:
-        raise NotApplicable
-
-
 def head_counts(factory: Factory, *pairs: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Those of the given (Hk, Hq) whose groups are not too large for the backend."""
     limit = capabilities_of(factory).max_q_heads_per_kv_head
