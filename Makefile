@@ -4,10 +4,9 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all verify fuzz test-metal metal-sweep test-embed test-torch test-engines test-golden-full \
+.PHONY: help demo test test-all verify fuzz test-metal metal-sweep test-embed test-torch test-engines \
 	test-long native cross mac-report docs lint bench bench-gates build debug asan tsan freethreaded coverage clean
 MAKEFLAGS += --no-print-directory
-unexport KVPOOL_CORE  # left set, it would have the plain Python model tested in place of the core
 unexport PYTHONDONTWRITEBYTECODE  # left set, each process of the tests would compile pytest, kvpool and the tests anew
 
 VENV := .venv
@@ -62,9 +61,6 @@ test-torch: $(VENV)/built $(VENV)/test  ## the tests of the transformers adapter
 
 test-engines: $(VENV)/built $(VENV)/test  ## the adapters on the oldest and newest releases of each framework (ENGINES=mlx-oldest: one)
 	$(PY) -m tests.engines $(ENGINES)
-
-test-golden-full: $(VENV)/built $(VENV)/test  ## replay the full traces in the folder KVPOOL_TRACES
-	KVPOOL_REPLAY_FULL=1 $(PYTEST) tests/replay/test_replay.py $(PYTEST_ARGS)
 
 test-long: $(VENV)/built $(VENV)/test  ## the tests with ten times the random examples, and with pools of a gigabyte
 	KVPOOL_FUZZ_EXAMPLES=10000 KVPOOL_LONG=1 $(PYTEST) --timeout 3600 $(PYTEST_ARGS)

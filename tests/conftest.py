@@ -1,9 +1,4 @@
-"""Fixtures of the contract tests: pools that are checked when a test ends, and one way to say "refused".
-
-``KVPOOL_CORE=model`` runs the same tests against the plain Python model of `kvpool.testing`, so that both
-implementations of docs/core.md are held to the same numbers, worked out by hand (the model is no fortress:
-it fails most of test_guards).
-"""
+"""Fixtures of the contract tests: pools that are checked when a test ends, and one way to say "refused"."""
 
 import argparse
 import contextlib
@@ -24,14 +19,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 import pytest
 
-from kvpool import _core
+from kvpool import Plan, Pool, _core
 from kvpool.errors import PoolClosed
-
-if os.environ.get("KVPOOL_CORE") == "model":
-    from kvpool.testing.model import ModelPlan as Plan
-    from kvpool.testing.model import ModelPool as Pool
-else:
-    from kvpool import Plan, Pool
 
 # What somebody has built on this machine changes nothing here; test_mlx_native.py builds its own.
 os.environ.setdefault("KVPOOL_MLX_NATIVE", "0")
@@ -109,7 +98,7 @@ ONE_OF_MANY = (
     *("mlx_lm", "scheduler_groups", "scheduler_workloads", "scheduler_preemption"),
     *("serving_api", "backend_cpu", "threads", "backend_raises", "backend_conformance"),
     *("cli_generate", "prompt_cache", "sizing_bytes", "store_conformance"),
-    *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction", "groups_agree"),
+    *("scheduler_ahead", "scheduler_cancel", "scheduler_eviction"),
 )
 SLOW = (
     "test_store_passes_every_case_of_the_kit[disk-True-threads_get_their_own_blocks]",
@@ -181,7 +170,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def core():
-    """The implementation under test: an object with the classes `Pool` and `Plan`."""
+    """An object with the classes `Pool` and `Plan`."""
     return SimpleNamespace(Pool=Pool, Plan=Plan, all_formats=ALL_FORMATS)
 
 

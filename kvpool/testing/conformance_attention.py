@@ -20,14 +20,13 @@ from kvpool.testing.dense import dense_scores
 from kvpool.testing.filled import (
     SEED,
     TOLERANCE,
-    Case,
     Factory,
     Filled,
     NotApplicable,
     attend,
     capabilities_of,
+    case,
     close,
-    collector,
     contexts,
     everything,
     fill,
@@ -44,12 +43,6 @@ from kvpool.testing.filled import (
     write,
 )
 
-SHAPE_CASES: list[Case] = []
-FEATURE_CASES: list[Case] = []
-SCORE_CASES: list[Case] = []
-_shape, _feature, _score = collector(SHAPE_CASES), collector(FEATURE_CASES), collector(SCORE_CASES)
-
-
 # ====================== shapes
 
 # Around powers of two and multiples of them: where kernels cut a context into parts.
@@ -57,7 +50,7 @@ LONG_CONTEXTS = [2047, 300, 1, 1025, 640, 2049]
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (7, 7), (13, 34))
 
 
-@_shape
+@case
 def long_contexts_equal_dense_attention(factory: Factory) -> None:
     """Contexts of many parts, in which the largest score is anywhere; decode and chunks."""
     for kv_heads, q_heads in head_counts(factory, (2, 2), (1, 4), (1, 8)):
@@ -70,7 +63,7 @@ def long_contexts_equal_dense_attention(factory: Factory) -> None:
                 filled.check(q_lens, q_heads, f"queries {q_lens} in contexts {LONG_CONTEXTS}, scale {scale}", scale)
 
 
-@_shape
+@case
 def huge_scores_stay_finite(factory: Factory) -> None:
     """Scores of a hundred thousand, exact in float32: the mean of the values whose keys score highest."""
     for spec in specs(factory, dtypes=tuple(DTYPES)):
@@ -89,7 +82,7 @@ def huge_scores_stay_finite(factory: Factory) -> None:
                 close(out, filled.expected(layer, q, q_lens, 4096.0), spec, f"scores up to {3 * 4096 * spec.head_dim}")
 
 
-@_shape
+@case
 def head_dims_of_models_equal_dense_attention(factory: Factory) -> None:
     """64, 80, 96, 128, 256, keys of 192 with values of 128, and dimensions that fill no vector."""
     can, tried = capabilities_of(factory), 0
@@ -106,11 +99,11 @@ def head_dims_of_models_equal_dense_attention(factory: Factory) -> None:
         raise NotApplicable
 
 
-@_shape
+@case
 def chunks_of_any_length_share_a_batch(factory: Factory) -> None:
     """1 to 8 queries and more, of a new row and of one with a past."""
     q_lens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33, 130]
-    for kv_heads, q_heads in head_counts(factory, (2, 4), (3, 3), (1, 7), (1, 8)):
+    for kv_heads, q_heads in head_counts(factory, (2, 4), (3, 3), (1, 7), (1, 8), (4, 16)):
         for spec in specs(factory, layers=1, kv_heads=kv_heads, q_heads=q_heads, block_sizes=(3, 16)):
             for past in (0, 1, 45):
                 lengths = [n + past for n in q_lens]
@@ -120,7 +113,7 @@ def chunks_of_any_length_share_a_batch(factory: Factory) -> None:
 # ---------------------------------------------------------------------- batches
 
 
-@_shape
+@case
 def a_row_has_the_same_bits_in_any_batch(factory: Factory) -> None:
     """Alone, in a batch, in the reversed batch, in other blocks: for backends that say so."""
     can = capabilities_of(factory)
@@ -164,7 +157,7 @@ def _attend_rows(
 # ---------------------------------------------------------------------- strides
 
 
-@_shape
+@case
 def strided_inputs_are_read_by_their_strides(factory: Factory) -> None:
     """Keys, values and queries that are views: head-major, backwards, every second element."""
     for spec in specs(factory):
@@ -220,7 +213,7 @@ def _check_decode_and_chunks(
 # ---------------------------------------------------------------------- window
 
 
-@_feature
+@case
 def window_hides_older_tokens(factory: Factory) -> None:
     """Windows of one token, around every block boundary, and wider than any context."""
     _need_features(factory, "window")
@@ -236,7 +229,7 @@ def window_hides_older_tokens(factory: Factory) -> None:
             _check_decode_and_chunks(filled, _LONG_CHUNKS, f"window {window}", AttentionOptions(window=window))
 
 
-@_feature
+@case
 def slots_behind_the_window_never_matter(factory: Factory) -> None:
     """An engine may give blocks behind the window away: NaN there changes no bit."""
     _need_features(factory, "window")
@@ -259,7 +252,7 @@ def slots_behind_the_window_never_matter(factory: Factory) -> None:
 # ---------------------------------------------------------------------- soft cap
 
 
-@_feature
+@case
 def soft_cap_bounds_scaled_scores(factory: Factory) -> None:
     """``cap * tanh(scale * score / cap)``: of small caps, of Gemma's, and of one that changes nothing."""
     _need_features(factory, "soft_cap")
@@ -273,7 +266,7 @@ def soft_cap_bounds_scaled_scores(factory: Factory) -> None:
 # ---------------------------------------------------------------------- sinks
 
 
-@_feature
+@case
 def sinks_are_counted_once(factory: Factory) -> None:
     """Sinks of weight next to nothing, of 0, and as heavy as the longest context; one query or many per row."""
     _need_features(factory, "sinks")
@@ -293,7 +286,7 @@ def sinks_are_counted_once(factory: Factory) -> None:
 # ---------------------------------------------------------------------- ALiBi
 
 
-@_feature
+@case
 def alibi_biases_by_distance(factory: Factory) -> None:
     """Slopes of usual sizes, steep, 0 and negative; each head its own.
 
@@ -311,7 +304,7 @@ def alibi_biases_by_distance(factory: Factory) -> None:
 # ---------------------------------------------------------------------- masks
 
 
-@_feature
+@case
 def masks_of_bools_and_floats_are_applied(factory: Factory) -> None:
     """Shared by all heads or not, wider than the contexts, contiguous or not; NaN where causality hides anyway."""
     _need_features(factory, "mask")
@@ -333,7 +326,7 @@ def masks_of_bools_and_floats_are_applied(factory: Factory) -> None:
             filled.check(_LONG_CHUNKS, 4, f"{name} mask", options=AttentionOptions(mask=mask))
 
 
-@_feature
+@case
 def ends_of_the_float_range_are_numbers_like_others(factory: Factory) -> None:
     """Masks and sinks up to the largest float32 of both signs. Many models write the lowest for "hidden"."""
     _need_features(factory, "mask")
@@ -367,7 +360,7 @@ def _far_masks(filled: Filled, q_lens: Sequence[int]) -> dict[str, np.ndarray]:
     }
 
 
-@_feature
+@case
 def queries_that_see_nothing_get_zero(factory: Factory) -> None:
     """All of the context masked, or all but one key, or long parts of it; per head; beside sinks or not."""
     _need_features(factory, "mask")
@@ -410,7 +403,7 @@ def _mostly_hidden(num_tokens: int, width: int) -> dict[str, np.ndarray]:
 # ---------------------------------------------------------------------- together
 
 
-@_feature
+@case
 def features_work_together(factory: Factory) -> None:
     """Every combination that the backend has; then all of them in every layout and dtype."""
     features = [name for name in FEATURES if name in capabilities_of(factory).features]
@@ -419,8 +412,9 @@ def features_work_together(factory: Factory) -> None:
     spec = next(specs(factory))
     filled = fill(factory, spec, _SHORT)
     for some in chain.from_iterable(combinations(features, n) for n in range(2, len(features) + 1)):
-        options = some_options(filled, _SHORT_CHUNKS, 4, some)
-        _check_decode_and_chunks_of(filled, options, f"{', '.join(some)}")
+        options, newest = some_options(filled, _SHORT_CHUNKS, 4, some), np.cumsum(_SHORT_CHUNKS) - 1
+        filled.check(_SHORT_CHUNKS, 4, f"{', '.join(some)}, chunks", options=options)
+        filled.check([1] * len(newest), 4, f"{', '.join(some)}, decode", options=mask_rows(options, newest))
     layouts = capabilities_of(factory).layouts
     for q_heads, kv_heads in ((4, 2), (3, 1)):
         for spec in specs(
@@ -439,17 +433,10 @@ def features_work_together(factory: Factory) -> None:
                 filled.check(q_lens, q_heads, f"all features, {q_heads} over {kv_heads} heads", 0.3, options)
 
 
-def _check_decode_and_chunks_of(filled: Filled, options: AttentionOptions, what: str) -> None:
-    """Of options whose mask is for `_SHORT_CHUNKS`: the newest query of each row alone, then all."""
-    filled.check(_SHORT_CHUNKS, 4, f"{what}, chunks", options=options)
-    newest = np.cumsum(_SHORT_CHUNKS) - 1
-    filled.check([1] * len(_SHORT_CHUNKS), 4, f"{what}, decode", options=mask_rows(options, newest))
-
-
 # ---------------------------------------------------------------------- refusals
 
 
-@_feature
+@case
 def options_that_cannot_be_served_are_refused(factory: Factory) -> None:
     """A feature that the backend lacks, an array that does not fit the batch, another type: before a byte changes."""
     features = capabilities_of(factory).features
@@ -466,14 +453,14 @@ def options_that_cannot_be_served_are_refused(factory: Factory) -> None:
 
 def _bad_options(features: tuple[str, ...]) -> list[tuple[str, type[Exception], Any]]:
     """For 3 tokens of 4 heads and contexts of up to 9."""
-    fitting = {
+    fitting: dict[str, Any] = {
         "window": 4,
         "soft_cap": 5.0,
         "sinks": np.zeros(4),
         "alibi_slopes": np.ones(4),
         "mask": np.ones((3, 9), bool),
     }
-    wrong = [
+    wrong: list[tuple[str, Any]] = [
         ("sinks", np.zeros(2)),
         ("alibi_slopes", np.zeros(5)),
         ("mask", np.ones((2, 9), bool)),
@@ -484,15 +471,11 @@ def _bad_options(features: tuple[str, ...]) -> list[tuple[str, type[Exception], 
     bad: list[tuple[str, type[Exception], Any]] = [("a dict of options", TypeError, {"window": 4})]
     for name, value in fitting.items():
         if name not in features:
-            bad.append((f"{name}, which the backend lacks", ValueError, _option(name, value)))
+            bad.append((f"{name}, which the backend lacks", ValueError, AttentionOptions(**{name: value})))
     for name, value in wrong:
         if name in features:
-            bad.append((f"{name} of shape {value.shape}", ValueError, _option(name, value)))
+            bad.append((f"{name} of shape {value.shape}", ValueError, AttentionOptions(**{name: value})))
     return bad
-
-
-def _option(name: str, value: Any) -> AttentionOptions:
-    return AttentionOptions(**{name: value})
 
 
 # ====================== scores
@@ -517,20 +500,6 @@ def exported(
     return backend.to_numpy(out), backend.to_numpy(s)
 
 
-def expected(
-    filled: Filled, q: np.ndarray, q_lens: Sequence[int], kind: str, options: AttentionOptions | None = None
-) -> np.ndarray:
-    """Dense scores of every row, ``[B, Hk, C]`` in float64."""
-    scores = np.zeros((len(q_lens), filled.backend.spec.num_kv_heads, max(filled.contexts)))
-    ends = np.cumsum(q_lens)
-    for row, n in enumerate(q_lens):
-        if n:
-            newest = slice(ends[row] - 1, ends[row])
-            one = dense_scores(q[newest], filled.k[0][row], kind, None, mask_rows(options, newest))
-            scores[row, :, : one.shape[-1]] = one
-    return scores
-
-
 def check(
     filled: Filled,
     q_lens: Sequence[int],
@@ -545,7 +514,12 @@ def check(
     out, scores = exported(filled, q, plan, kind, options)
     same = np.array_equal(out, attend(filled.backend, 0, q, plan, None, options), equal_nan=True)
     assert same, f"{what}: the result beside scores is another one"
-    right = expected(filled, q, q_lens, kind, options)
+    right = np.zeros((len(q_lens), spec.num_kv_heads, max(filled.contexts)))
+    for row, (n, end) in enumerate(zip(q_lens, np.cumsum(q_lens), strict=True)):
+        if n:
+            newest = slice(end - 1, end)
+            one = dense_scores(q[newest], filled.k[0][row], kind, None, mask_rows(options, newest))
+            right[row, :, : one.shape[-1]] = one
     assert scores.shape == right.shape, f"{what}: shape {scores.shape}, expected {right.shape}"
     # A raw score's rounding is in proportion to what was added up, a weight's to itself and to its score.
     size = 1 + np.abs(right) if kind == "raw" else np.abs(right) * 10 + 1e-6
@@ -561,7 +535,7 @@ def check(
 # ---------------------------------------------------------------------- values
 
 
-@_score
+@case
 def scores_of_decode_equal_dense_scores(factory: Factory) -> None:
     """One query per row; every dtype, block size, head grouping, bits; contexts around block boundaries, and long."""
     for kind in _kinds(factory):
@@ -579,7 +553,7 @@ def scores_of_decode_equal_dense_scores(factory: Factory) -> None:
                 check(fill(factory, quantized, [1, 17, 60]), [1, 1, 33], 4, kind, tolerance=1e-4)
 
 
-@_score
+@case
 def scores_of_chunks_are_of_the_newest_query(factory: Factory) -> None:
     """Rows with no query, a few and many: the newest one's scores; zeros where there is none."""
     for kind in _kinds(factory):
@@ -589,7 +563,7 @@ def scores_of_chunks_are_of_the_newest_query(factory: Factory) -> None:
                 check(filled, q_lens, 4, kind)
 
 
-@_score
+@case
 def scores_are_what_goes_into_exp(factory: Factory) -> None:
     """Each option alone, and all of them: capped, biased, masked; hidden positions score 0; sinks take their share."""
     features = capabilities_of(factory).features
@@ -603,7 +577,7 @@ def scores_are_what_goes_into_exp(factory: Factory) -> None:
                     check(filled, q_lens, 4, kind, options)
 
 
-@_score
+@case
 def scores_beside_masks_of_the_float_range_are_finite(factory: Factory) -> None:
     """A mean over heads whose sum is not a float32 is one still."""
     if "mask" not in capabilities_of(factory).features:
@@ -616,7 +590,7 @@ def scores_beside_masks_of_the_float_range_are_finite(factory: Factory) -> None:
                     check(filled, q_lens, 4, kind, AttentionOptions(mask=mask))
 
 
-@_score
+@case
 def scores_of_a_row_follow_from_what_it_sees(factory: Factory) -> None:
     """Whatever other slots hold, NaN included, wherever the blocks are, and, if a backend says so, alone or in a batch:
     the same scores, bit for bit.
@@ -637,7 +611,7 @@ def scores_of_a_row_follow_from_what_it_sees(factory: Factory) -> None:
                 assert np.array_equal(result[row, :, : filled.contexts[row]], alone), f"other rows matter ({spec})"
 
 
-@_score
+@case
 def scores_come_after_weights(factory: Factory) -> None:
     """With `return_attn` there are three results; "mass" is the mean of the weights of the newest query."""
     if "mass" not in _kinds(factory) or not capabilities_of(factory).return_attn:
@@ -655,7 +629,7 @@ def scores_come_after_weights(factory: Factory) -> None:
 # ---------------------------------------------------------------------- the caller's memory
 
 
-@_score
+@case
 def scores_out_is_filled_in_place(factory: Factory) -> None:
     """A larger array of any row and head strides: the corner of this batch is written, nothing else is."""
     if not capabilities_of(factory).scores_out:
@@ -681,7 +655,7 @@ def scores_out_is_filled_in_place(factory: Factory) -> None:
 # ---------------------------------------------------------------------- refusals
 
 
-@_score
+@case
 def scores_that_cannot_be_served_are_refused(factory: Factory) -> None:
     """A kind that does not exist or that the backend lacks, an array that does not fit: before a byte changes."""
     can = capabilities_of(factory)

@@ -18,14 +18,13 @@ from kvpool.spec import KVSpec
 from kvpool.testing.dense import dense_attention_and_size
 from kvpool.testing.filled import (
     SEED,
-    Case,
     Expected,
     Factory,
     NotApplicable,
     attend,
     capabilities_of,
+    case,
     close,
-    collector,
     everything,
     fill,
     fill_all,
@@ -36,9 +35,6 @@ from kvpool.testing.filled import (
     token_columns,
     values,
 )
-
-GROUP_CASES: list[Case] = []
-_group = collector(GROUP_CASES)
 
 _VOCABULARY = 97
 _MAX_ROWS = 4
@@ -302,7 +298,7 @@ def _kinds(factory: Factory) -> list[Group]:
 # ---------------------------------------------------------------------- cases
 
 
-@_group
+@case
 def groups_equal_dense_attention(factory: Factory) -> None:
     """Full, window, chunk, a window that keeps tokens, and states: a random engine, each shape in an arena."""
     layout = capabilities_of(factory).layouts[0]
@@ -311,7 +307,7 @@ def groups_equal_dense_attention(factory: Factory) -> None:
         run.run(60, at_least=25)
 
 
-@_group
+@case
 def shapes_in_one_arena_equal_dense_attention(factory: Factory) -> None:
     """Layout "block": groups of two shapes take the same blocks in turn, and nobody reads what another one left."""
     if "block" not in capabilities_of(factory).layouts:
@@ -321,7 +317,7 @@ def shapes_in_one_arena_equal_dense_attention(factory: Factory) -> None:
         run.run(60, at_least=25)
 
 
-@_group
+@case
 def layers_of_one_group_may_differ(factory: Factory) -> None:
     """Layout "block": heads and dimensions change from layer to layer of a column, over one table."""
     can = capabilities_of(factory)
@@ -336,7 +332,7 @@ def layers_of_one_group_may_differ(factory: Factory) -> None:
         run.run(30, at_least=10)
 
 
-@_group
+@case
 def given_rows_are_used_and_nothing_between_them(factory: Factory) -> None:
     """Layout "block": ``storage=`` holds what is written, as `export_blocks` has it; bytes between rows stay."""
     if "block" not in capabilities_of(factory).layouts:
@@ -359,7 +355,7 @@ def given_rows_are_used_and_nothing_between_them(factory: Factory) -> None:
         assert (arena == 0xA5).all(), "bytes between the rows have changed"
 
 
-@_group
+@case
 def states_travel_in_blocks(factory: Factory) -> None:
     """A state is saved in any blocks, in any order, and comes back the same, byte for byte; other blocks stay."""
     for spec in specs(factory, dtypes=("float32", "bfloat16", "float8_e4m3"), block_sizes=_block_sizes(factory)[:1]):
@@ -382,7 +378,7 @@ def states_travel_in_blocks(factory: Factory) -> None:
         same_bytes(storage.export_blocks(others), marks[others], "blocks beside the bundles")
 
 
-@_group
+@case
 def latents_are_stored_and_read(factory: Factory) -> None:
     """Latents and rotary parts of any two widths: written, copied, read and gathered; attended to, or refused."""
     can = capabilities_of(factory)
@@ -408,7 +404,7 @@ def latents_are_stored_and_read(factory: Factory) -> None:
             refused(attends, ValueError, "attend on latents")
 
 
-@_group
+@case
 def gaps_in_tables_are_not_read(factory: Factory) -> None:
     """A window in the middle of a table of holes: neither block 0 nor the blocks that were let go are read."""
     if "window" not in capabilities_of(factory).features:

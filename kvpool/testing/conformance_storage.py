@@ -17,14 +17,13 @@ from kvpool.protocol import AttentionOptions, StepArrays
 from kvpool.testing.dense import quantized
 from kvpool.testing.filled import (
     SEED,
-    Case,
     Factory,
     Filled,
     NotApplicable,
     attend,
     capabilities_of,
+    case,
     close,
-    collector,
     everything,
     fill,
     quantized_specs,
@@ -35,14 +34,6 @@ from kvpool.testing.filled import (
     values,
     write,
 )
-
-COMPACT_CASES: list[Case] = []
-RESIZE_CASES: list[Case] = []
-QUANTIZED_CASES: list[Case] = []
-STEP_CASES: list[Case] = []
-_compact, _resize = collector(COMPACT_CASES), collector(RESIZE_CASES)
-_quantized, _step = collector(QUANTIZED_CASES), collector(STEP_CASES)
-
 
 # ====================== other numbers of blocks
 
@@ -60,7 +51,7 @@ def _resized(filled: Filled, num_blocks: int, moves: np.ndarray) -> None:
     backend.settle()
 
 
-@_resize
+@case
 def resized_pools_keep_what_stays(factory: Factory) -> None:
     """Every layout and dtype: blocks move to the front, what others had is theirs, and the rows answer as before."""
     layouts = capabilities_of(factory).layouts
@@ -84,7 +75,7 @@ def resized_pools_keep_what_stays(factory: Factory) -> None:
                     assert same, f"row {row}, layer {layer} ({spec}, seed {SEED})"
 
 
-@_resize
+@case
 def wrong_resizes_are_refused_before_a_byte_changes(factory: Factory) -> None:
     """No blocks, a source that stays, a target that leaves, one block twice."""
     for spec in specs(factory):
@@ -128,7 +119,7 @@ def _kept(tokens: np.ndarray, keep: np.ndarray) -> np.ndarray:
     return np.take_along_axis(tokens, keep.T[:, :, None].astype(np.int64), 0)
 
 
-@_compact
+@case
 def compaction_moves_what_stays_and_nothing_else(factory: Factory) -> None:
     """Every layout and dtype, other tokens per layer and head: the rest of the pool keeps its bytes.
 
@@ -153,7 +144,7 @@ def compaction_moves_what_stays_and_nothing_else(factory: Factory) -> None:
             same_bytes(everything(backend)[others], before[others], f"blocks behind {n} tokens, and of others")
 
 
-@_compact
+@case
 def one_list_of_places_serves_all_heads(factory: Factory) -> None:
     """``keep [n]`` is the same for every layer and head; int64 and lists will do."""
     _need_compact(factory)
@@ -166,7 +157,7 @@ def one_list_of_places_serves_all_heads(factory: Factory) -> None:
         same_bytes(everything(filled.backend), everything(again.backend), "keep [n] beside keep [L, Hk, n]")
 
 
-@_compact
+@case
 def compacted_rows_answer_from_what_stays(factory: Factory) -> None:
     """Attention after compaction is attention over the tokens that stay; NaN in what left changes no bit."""
     _need_compact(factory)
@@ -191,7 +182,7 @@ def compacted_rows_answer_from_what_stays(factory: Factory) -> None:
                 close(out, filled.expected(layer, q, q_lens), spec, f"compacted rows, layer {layer}")
 
 
-@_compact
+@case
 def misplaced_tokens_are_refused_before_a_byte_changes(factory: Factory) -> None:
     """Places that do not ascend or leave the blocks, wrong shapes and ids; everything, without the capability."""
     for spec in specs(factory):
@@ -240,7 +231,7 @@ def _quantized_specs(factory: Factory, *, layouts: bool = False) -> list[KVSpec]
     return found
 
 
-@_quantized
+@case
 def groups_of_every_kind_are_stored_by_the_formula(factory: Factory) -> None:
     """One sign, one value, zeros, ties, tiny and large; one that is not finite becomes NaN, its neighbours do not."""
     for spec in _quantized_specs(factory):
@@ -266,7 +257,7 @@ def groups_of_every_kind_are_stored_by_the_formula(factory: Factory) -> None:
                 assert not wrong.any(), f"{spec.storage}: tokens {np.unique(np.argwhere(wrong)[:, 0])} come back wrong"
 
 
-@_quantized
+@case
 def quantized_contexts_equal_dense_attention(factory: Factory) -> None:
     """Decode and chunks, slots that nobody sees full of NaN, with options where the backend has them."""
     features = capabilities_of(factory).features
@@ -282,7 +273,7 @@ def quantized_contexts_equal_dense_attention(factory: Factory) -> None:
 # ====================== steps
 
 
-@_step
+@case
 def capabilities_are_a_constant(factory: Factory) -> None:
     """One object, made once; what a backend queues is there to be evaluated, and `settle` waits for it."""
     for spec in specs(factory):
@@ -293,7 +284,7 @@ def capabilities_are_a_constant(factory: Factory) -> None:
         assert isinstance(backend.settle(), int), "settle returns how many arrays moved"
 
 
-@_step
+@case
 def prepare_changes_nothing(factory: Factory) -> None:
     """A plan may be prepared early, twice, and for nothing."""
     for spec in specs(factory):
@@ -307,7 +298,7 @@ def prepare_changes_nothing(factory: Factory) -> None:
             close(out, filled.expected(1, q, q_lens), spec, "a plan that was prepared twice")
 
 
-@_step
+@case
 def steps_are_used_side_by_side(factory: Factory) -> None:
     """Two plans in turn, each prepared before the other one's writes and reads."""
     for spec in specs(factory):
@@ -323,7 +314,7 @@ def steps_are_used_side_by_side(factory: Factory) -> None:
                 close(out, filled.expected(layer, q, q_lens), spec, f"step {row} of two")
 
 
-@_step
+@case
 def calls_do_not_depend_on_the_plan_afterwards(factory: Factory) -> None:
     """The arrays of a plan are those of its next step when what was queued runs."""
     for spec in specs(factory):
@@ -344,7 +335,7 @@ def calls_do_not_depend_on_the_plan_afterwards(factory: Factory) -> None:
         close(backend.to_numpy(out), filled.expected(0, q, q_lens), spec, "a plan that went on")
 
 
-@_step
+@case
 def contexts_are_read(factory: Factory) -> None:
     """`read`: keys and values of all rows in logical order; values past the end of a row are 0."""
     for spec in specs(factory, block_sizes=(3, 8)):
@@ -359,7 +350,7 @@ def contexts_are_read(factory: Factory) -> None:
                 assert not v[row, :, n:].any(), f"values past the end of row {row} are not 0"
 
 
-@_step
+@case
 def some_queries_are_attended_alone(factory: Factory) -> None:
     """`StepArrays.of_queries`: each query is a row of its own, and gets what it got among the others."""
     for spec in specs(factory):

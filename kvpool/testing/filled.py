@@ -39,6 +39,11 @@ def collector(cases: list[OneCase]) -> Callable[[OneCase], OneCase]:
     return add
 
 
+CASES: list[Case] = []
+"""The conformance cases of backends: all modules of the kit add theirs."""
+case = collector(CASES)
+
+
 def run_cases(cases: Sequence[Any], run: Callable[[Any], object]) -> dict[str, str]:
     """Run each case; returns its name with "passed" or "not applicable".
 
@@ -127,20 +132,6 @@ def quantized_specs(factory: Factory, layers: int, layouts: Sequence[str], dtype
             spec = KVSpec(layers, 2, dim, dtype, 16, v_dim, layout, k_bits, v_bits, group)
             if can.refusal(spec, 4) is None:
                 yield spec
-
-
-def refuses(factory: Factory, others: Sequence[KVSpec]) -> None:
-    """Those of some specs that `capabilities` does not list raise a ValueError; NotApplicable where it lists all."""
-    can = capabilities_of(factory)
-    wrong = [(spec, reason) for spec in others if (reason := can.refusal(spec))]
-    for spec, reason in wrong:
-        try:
-            factory(spec, 2)
-        except ValueError:
-            continue
-        raise AssertionError(f"{spec} was accepted, although {reason}")
-    if not wrong:
-        raise NotApplicable
 
 
 def head_counts(factory: Factory, *pairs: tuple[int, int]) -> Iterator[tuple[int, int]]:

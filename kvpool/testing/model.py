@@ -74,16 +74,14 @@ def _size_of(layer: Layers) -> dict[str, Any]:
 class ModelPool(CacheModel, AbstractContextManager):
     """A pool of KV blocks in plain Python; same constructor, methods and errors as `kvpool.Pool`."""
 
-    blocks_class, prefix_class = ModelBlocks, ModelPrefix
-
     @property
     def blocks(self) -> ModelBlocks:
-        return self.blocks_class(self.arenas[0])
+        return ModelBlocks(self.arenas[0])
 
     @property
     def prefix(self) -> ModelPrefix | None:
         """The prefix cache; None in a pool that has none."""
-        return self.prefix_class(self) if self.has_cache else None
+        return ModelPrefix(self) if self.has_cache else None
 
     # ---- sequences --------------------------------------------------------------------------------------
 

@@ -163,7 +163,6 @@ class PoolModel:
     The parameters are those of `kvpool.Pool`. Nothing is random, so `seed` and `_hash_bits` mean nothing.
     """
 
-    arena_class = Arena
     _closed = True  # until the constructor has seen that everything is legal
 
     def __init__(
@@ -192,15 +191,13 @@ class PoolModel:
             if all(group.kind == "state" for group in given):
                 max_blocks_per_seq = (2**31 - 1) // block_size
         most = judge("max_blocks_per_seq", max_blocks_per_seq, 1, 2**31 - 1)
-        self.arenas = [
-            self.arena_class(self, k, size, reserved)
-            for k, size in enumerate(arena_sizes(given, num_blocks, block_size, reserved))
-        ]
+        sizes = arena_sizes(given, num_blocks, block_size, reserved)
+        self.arenas = [Arena(self, k, size, reserved) for k, size in enumerate(sizes)]
         self.layers: list[Layers] = []
         for index, group in enumerate(given):
             home, size, columns = self.arenas[group.arena], group.block_size or block_size, group.columns
             if group.kind == "state":
-                home, size, columns = self.arena_class(self, len(self.arenas), group.size, 0), 1, 1
+                home, size, columns = Arena(self, len(self.arenas), group.size, 0), 1, 1
                 self.arenas.append(home)
             self.layers.append(Layers(index, group.kind, group, size, columns, home))
         self.kv = [layer for layer in self.layers if layer.kind != "state"]

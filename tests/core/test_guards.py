@@ -140,20 +140,22 @@ class Busy(ModelPool):
     """A pool that refuses a call inside of another."""
 
     is_busy = False
-
-    class blocks_class(ModelBlocks):
-        def alloc(self, n=None, out=None):
-            """Keep others out while the argument is read."""
-            self.pool.is_busy = True
-            n = operator.index(n)
-            self.pool.is_busy = False
-            return super().alloc(n, out)
+    blocks = property(lambda pool: BusyBlocks(pool.arenas[0]))
 
     def close(self, handles):
         """Refuse."""
         if self.is_busy:
             raise ConcurrentUse("[close] the pool is inside another call")
         super().close(handles)
+
+
+class BusyBlocks(ModelBlocks):
+    def alloc(self, n=None, out=None):
+        """Keep others out while the argument is read."""
+        self.pool.is_busy = True
+        n = operator.index(n)
+        self.pool.is_busy = False
+        return super().alloc(n, out)
 
 
 def test_pool_that_refuses_a_call_inside_of_another_is_detected():

@@ -87,8 +87,6 @@ def history(core, pool):
 
 @pytest.mark.parametrize("end", ["shutdown", "dropped"])
 def test_handles_of_a_dead_pool_stay_dead_when_another_has_its_tag(core, end):
-    if not core.Pool.__module__.startswith("kvpool._"):
-        pytest.skip("tags of the model do not go round")
     old = core.Pool(4, 2, max_seqs=2)
     handles = [old.open(), old.open()]
     for _ in range(3):
@@ -110,8 +108,6 @@ def test_handles_of_a_dead_pool_stay_dead_when_another_has_its_tag(core, end):
 
 
 def test_generations_that_dead_pools_gave_out_are_not_in_digest_and_fingerprint(core):
-    if not core.Pool.__module__.startswith("kvpool._"):
-        pytest.skip("tags of the model do not go round")
     first = core.Pool(4, 2, max_seqs=2, seed=1)
     tag = first.open() >> 52
     first.reset()
@@ -125,8 +121,6 @@ def test_generations_that_dead_pools_gave_out_are_not_in_digest_and_fingerprint(
 
 
 def test_tag_is_given_to_nobody_after_half_of_its_generations(core):
-    if not core.Pool.__module__.startswith("kvpool._"):
-        pytest.skip("tags of the model do not go round")
     pool = core.Pool(4, 2, max_seqs=1)
     set_generation(pool, 0, 2**31)
     tag = pool.open() >> 52

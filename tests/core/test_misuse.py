@@ -161,6 +161,8 @@ def wrong_id_batches(scene, call):
     yield from wrong_items(raw)
     for value in (-1, 24, 2**31, 2**32 + 5, 2**63, -(2**64)):
         yield IndexError, [raw, value], value
+    for value in (-1, 2**31, 2**32 + 5):
+        yield IndexError, np.array([raw, value]), value
     if call in ("incref", "decref", "free", "mark_cached"):
         yield DoubleFree, [raw, 20], 20  # which nobody holds
     yield from wrong_arrays(np.int32, [raw, more], narrow=True)

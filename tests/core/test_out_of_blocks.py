@@ -1,12 +1,10 @@
 """All or nothing: a call that does not find its blocks changes nothing, at every level of what is free."""
 
-import os
-
 import pytest
 
 from kvpool.errors import OutOfBlocks
 
-LARGEST = 8 if os.environ.get("KVPOOL_CORE") == "model" else 64  # the model takes minutes for more
+LARGEST = 64
 
 
 class Scene:

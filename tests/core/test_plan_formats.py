@@ -163,6 +163,21 @@ def test_num_new_in_every_legal_form(make_pool, make_plan, kind):
     assert plan.num_tokens == (6 if np.ndim(new) == 0 else 3)
 
 
+@pytest.mark.parametrize(
+    ("formats", "dirty"),
+    [(("csr",), [0, 1]), (("page_batch_info",), [0, 1]), (("seq_lens", "slot_mapping", "slot_ids"), []), ((), [])],
+)
+def test_only_formats_with_rows_have_dirty_ones(make_pool, make_plan, formats, dirty):
+    """The fuzzer's device reads by these rows alone, and the plain model has the same ones (`tests/verify`)."""
+    pool = make_pool()
+    handles = [pool.open(), pool.open()]
+    for plan in (make_plan(pool, formats=formats), make_plan(pool, formats=formats)):  # each remembers its own
+        for due in (dirty, []):
+            pool.step(plan, handles, 0)
+            assert plan.dirty_rows.dtype == np.int32 and plan.dirty_rows.tolist() == due
+            pool.done(plan)
+
+
 # --- Levanter's fields ------------------------------------------------------------------------------------
 
 

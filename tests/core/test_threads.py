@@ -28,9 +28,6 @@ from kvpool.testing import ModelPlan, ModelPool
 LONG = 100 if os.environ.get("KVPOOL_LONG") else 1
 MANY = 50_000  # sequences: numpy writes this many without the GIL
 
-if os.environ.get("KVPOOL_CORE") == "model":
-    pytest.skip("the model is no fortress: one thread at a time", allow_module_level=True)
-
 
 @contextlib.contextmanager
 def running(*loops: Callable[[], Any]) -> Iterator[list[BaseException]]:

@@ -33,7 +33,8 @@ FUSED = dataclasses.replace(SPEC, head_dim=64)  # for MLX's attention
 PACKED = KVSpec(2, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
 SPECS = pytest.mark.parametrize("spec", [FUSED, PACKED], ids=["dense", "packed"])
 PACKED_CASES = [
-    *conformance_storage.QUANTIZED_CASES,
+    conformance_storage.groups_of_every_kind_are_stored_by_the_formula,
+    conformance_storage.quantized_contexts_equal_dense_attention,
     conformance.exported_blocks_hold_the_documented_bytes,
     conformance.copies_take_exactly_the_valid_tokens,
     conformance.import_restores_what_export_took,
@@ -44,9 +45,7 @@ CASES = (
     "protocol_is_implemented",
     "ragged_chunks_equal_dense_attention",
     "plans_of_int64_are_read_like_int32",
-    "value_heads_may_have_another_dim",
-    "scale_is_applied",
-    "placement_changes_nothing",
+    "layouts_are_strides_only",
     "unused_slots_never_matter",
     "padding_is_inert",
     "copies_writes_reads_happen_in_order",
@@ -66,7 +65,7 @@ CASES = (
     "latents_are_stored_and_read",
 )
 NATIVE_CASES = (
-    "wide_groups_equal_dense_attention",
+    "plans_of_int64_are_read_like_int32",
     "copies_writes_reads_happen_in_order",
     "misuse_is_refused_before_a_byte_changes",
     "import_restores_what_export_took",

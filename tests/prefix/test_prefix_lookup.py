@@ -66,7 +66,7 @@ def test_pool_with_prefix_cache_looks_after_content_itself(make_pool, refused, c
 
 
 def test_long_chain_is_built_found_and_torn_down_without_recursion(core):
-    n = 1_000_000 if core.Pool.__module__.startswith("kvpool._") else 200
+    n = 1_000_000
     pool = core.Pool(n + 8, 1, prefix_cache=True, max_seqs=4, max_blocks_per_seq=n + 1, seed=1)
     tokens = np.arange(n, dtype=np.int32) % 7
     plan = core.Plan(pool, 1, n, formats=("seq_lens",))
@@ -113,8 +113,6 @@ def flips(base):
 
 @pytest.mark.parametrize("base", [(0, 0, *SPARSE), (*SPARSE, 0, 0), (7, 7), (1, 2, 3), (5,), (0, 0, *SPARSE, 9, 9, 9)])
 def test_every_bit_of_a_token_matters_whatever_the_others_are(core, base):
-    if not core.Pool.__module__.startswith("kvpool._"):
-        pytest.skip("the model has no hash")
     for seed in range(4):
         prompts = list(flips(list(base)))
         assert distinct_hashes(core, prompts, seed) == len(prompts), seed
@@ -139,8 +137,6 @@ def insert_prompts(pool, plan, prompts):
 @pytest.mark.parametrize("knows", ["nothing", "bits"])
 def test_chosen_prompts_cost_what_random_ones_cost(core, knows):
     """Who chooses the prompts knows this code, and in one case which bits do not matter under the seed of this pool."""
-    if not core.Pool.__module__.startswith("kvpool._"):
-        pytest.skip("the model has no hash")
     seed, count, part = 12345, 1 << 16, 1 << 10
     bits = learned_bits(core, seed) if knows == "bits" else []
     bits = (bits + [j for j in range(1, 31) if j not in bits])[:16]

@@ -23,10 +23,7 @@ def digest(image):
 def test_i1_event_keys_do_not_depend_on_the_hash_seed_of_python():
     """CVE-2025-25183: keys built on Python's hash(), where hash(None) is a constant."""
     program = (
-        "from kvpool.testing.model import ModelPlan as Plan, ModelPool as Pool\n"
-        if os.environ.get("KVPOOL_CORE") == "model"
-        else "from kvpool import Plan, Pool\n"
-    ) + (
+        "from kvpool import Plan, Pool\n"
         "pool = Pool(8, 2, prefix_cache=True, events=8); plan = Plan(pool, 1, 4)\n"
         "handle = pool.open([1, 2, 3, 4], b'x'); pool.step(plan, [handle], 4); pool.done(plan)\n"
         "pool.prefix.commit(handle, [1, 2, 3, 4]); print([event[1].hex() for event in pool.prefix.events()])\n"

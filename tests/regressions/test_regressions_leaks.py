@@ -1,9 +1,7 @@
 """Family B: blocks that nobody gives back. See README.md."""
 
-import contextlib
 import gc
 
-import numpy as np
 import pytest
 from catalogue import idle
 from prefixes import cache
@@ -11,80 +9,11 @@ from prefixes import cache
 from kvpool import Plan, Pool
 from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
-from kvpool.errors import OutOfBlocks, OutOfSequences
 
 
 def accounted(pool):
     stats = pool.stats()
     return stats.free + stats.limbo + stats.used == stats.num_blocks - stats.reserved
-
-
-def test_b1_failed_step_keeps_no_block_and_no_slot(make_pool, make_plan):
-    """A slot was taken, then scheduling failed, and it was never returned."""
-    pool = make_pool(8, 4)
-    plan = make_plan(pool)
-    handles = [pool.open() for _ in range(3)]
-    for _ in range(100):
-        with pytest.raises(OutOfBlocks):
-            pool.step(plan, handles, 12)
-    pool.close(handles)
-    assert idle(pool)
-
-
-def test_b1_failed_open_keeps_no_slot(make_pool):
-    """The same, in open."""
-    pool = make_pool(4, 4, max_seqs=2, max_blocks_per_seq=9)
-    for _ in range(10):
-        with pytest.raises(OutOfBlocks):
-            pool.open(16)
-    assert pool.stats().sequences == 0
-    pool.open(), pool.open()
-
-
-def test_b1_failed_fork_keeps_no_reference(make_pool, grow):
-    """The same, in fork."""
-    pool = make_pool(max_seqs=3)
-    parent = pool.open()
-    grow(pool, parent, 8)
-    with pytest.raises(OutOfSequences):
-        pool.fork(parent, 3)
-    assert pool.blocks.refcount(1) == 1
-    pool.close(parent)
-    assert idle(pool)
-
-
-def test_b2_sum_of_all_places_is_the_pool_after_every_call(make_pool, make_plan):
-    """available + evictable != total, found by the idle check of a production server."""
-    rng = np.random.default_rng(2)
-    pool = make_pool(24, 4, max_seqs=8)
-    plans, pending, handles = [make_plan(pool) for _ in range(2)], [], []
-    for _ in range(400):
-        choice = rng.random()
-        if choice < 0.2 and len(handles) < 6:
-            handles.append(pool.open())
-        elif choice < 0.3 and handles and len(handles) < 8:
-            handles += pool.fork(handles[0]).tolist()
-        elif choice < 0.5 and handles:
-            table = pool.table(handles[-1])
-            full = pool.num_tokens(handles[-1]) // 4
-            pool.blocks.drain_evicted()
-            for block in table[:full]:
-                with contextlib.suppress(ValueError):  # a fork has marked it
-                    pool.blocks.mark_cached(block)
-            pool.close(handles.pop())
-        elif choice < 0.9 and len(pending) < 2:
-            plan = plans[0] if plans[0] not in pending else plans[1]
-            rows = [h for h in handles if pool.num_tokens(h) < 30]
-            pool.step(plan, rows, int(rng.integers(0, 6)), partial=True)
-            pending.append(plan)
-        elif pending:
-            pool.done(pending.pop(0))
-        assert accounted(pool)
-    for plan in pending:
-        pool.done(plan)
-    if handles:
-        pool.close(handles)
-    assert idle(pool)
 
 
 def test_b3_shared_block_is_evictable_once(make_pool, grow):

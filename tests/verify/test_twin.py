@@ -1,5 +1,6 @@
 """The twin finds nothing in the core, finds a planted fault, and tells how to see it again."""
 
+import dataclasses
 import random
 
 import pytest
@@ -9,8 +10,9 @@ from kvpool import Group
 from kvpool.testing import ModelPool
 from tests.verify import run
 from tests.verify.__main__ import main
+from tests.verify._verify import Run
 from tests.verify.twin import WORDS_PER_RUN, Twin
-from tests.verify.words import KINDS, WORDS, shape_of
+from tests.verify.words import KINDS, WORDS, faces, shape_of
 
 #: What may be wrong with an option of a pool, or right.
 WRONG = (
@@ -48,6 +50,34 @@ def test_core_does_what_the_model_does(calls):
     assert report.finding is None, f"{report.finding}\nagain: {again}"
     missed = set(WORDS) - {word for word, times in report.words.items() if times}
     assert missed <= {"reset"} and report.met["refused"] and report.met["hits"], missed
+
+
+def tiny(seed, kinds):
+    """A run of the fuzzer on a pool whose prefix cache has to let go soon."""
+    r, shape = random.Random(f"tiny {seed}"), shape_of(seed)
+    window = Group.window(r.randint(1, 3 * shape.pool["block_size"]))
+    groups = [{"full": Group.full(), "window": window}[kind] for kind in kinds] or None
+    pool = shape.pool | {
+        "num_blocks": shape.pool["reserved_blocks"] + r.randint(4, 10) * max(1, len(kinds)),
+        "max_blocks_per_seq": r.choice([4, 8]),
+        **{"watermark": 0, "lookahead": 0, "prefix_cache": True, "groups": groups},
+    }
+    return dataclasses.replace(shape, pool=pool, texts=8, dice=faces(r, True, groups, ()))
+
+
+@pytest.mark.parametrize("runs", [40, pytest.param(2_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kinds", [(), ("full", "full"), ("full", "window")], ids=["none", "two full", "window"])
+def test_core_that_evicts_does_what_the_model_does(runs, kinds):
+    """In hits, lengths, tables and counts; and rows read what they must."""
+    evicting = 0
+    for seed in range(runs):
+        pools = []
+        one = Run(tiny(seed, kinds), lambda pools=pools, **options: pools.append(Twin(**options)) or pools[0])
+        finding = run.finding_of(lambda one=one: one.run(60))
+        evicting += pools[0].stats().evictions > 0
+        one.shutdown()
+        assert finding is None, f"seed {seed}: {finding}"
+    assert evicting > runs // 5, "few runs met an eviction"
 
 
 def test_planted_fault_is_found_shrunk_and_printed_as_a_test():
