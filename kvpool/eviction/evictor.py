@@ -155,11 +155,6 @@ class Evictor:
         """Lengths that rows of `lens` tokens have when the next step begins."""
         return self.policy.lens_after(lens, self.memory.block_size)
 
-    @property
-    def most(self) -> int:
-        """Tokens that a row holds when a step begins, at most."""
-        return self.policy.most
-
     def evict(
         self, handles: Sequence[int], rows: np.ndarray, lens: np.ndarray, after: np.ndarray, num_tokens: np.ndarray
     ) -> None:
@@ -331,20 +326,15 @@ class Memory:
         self.known[row] = 0
         self._positions[row] = None
 
-    def saved(self, row: int) -> Memory:
-        """A memory of one row, a copy of this one: for `put`."""
-        _, _, heads, _ = self.scores.shape
-        one = Memory(self.policy, len(self.scores), heads, self.block_size)
-        one.append(self, [row])
-        return one
+    def saved(self, row: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """A copy of what is known of a row: for `put`."""
+        return self.scores[:, row, :, : self.known[row]].copy(), self._positions[row]
 
-    def put(self, row: int, saved: Memory) -> None:
-        """Put the scores that `saved` has copied into this row, which was started."""
-        length = int(saved.known[0])
-        self.reserve(length)
-        self.scores[:, row, :, :length] = saved.scores[:, 0, :, :length]
-        self.known[row] = length
-        self._positions[row] = saved._positions[0]
+    def put(self, row: int, saved: tuple[np.ndarray, np.ndarray | None]) -> None:
+        """Put what `saved` has copied into this row, which was started. It has room."""
+        scores, self._positions[row] = saved
+        self.known[row] = length = scores.shape[-1]
+        self.scores[:, row, :, :length] = scores
 
     def truncate(self, lens: np.ndarray) -> None:
         """Rows lost what lies behind `lens` places."""

@@ -59,7 +59,7 @@ class Needs:
         self._layers = [_layers(group, arena, pool.block_size) for group, arena in arenas]
         self.evicting: Layers | None = None  # the group that tokens are evicted from
         if eviction is not None:
-            self.evicting = self._layers[eviction.group]._replace(budget=eviction.most + chunk)
+            self.evicting = self._layers[eviction.group]._replace(budget=eviction.policy.most + chunk)
             self._layers[eviction.group] = self.evicting
         self.num_arenas = 1 + max(layers.arena for layers in self._layers)
         # Tokens of the largest block: a length that is a multiple of it shares no part of a block.

@@ -5,7 +5,7 @@ import pytest
 
 from kvpool.adapters.block_manager import BlockTableView, KVBlockManager, TailView
 from kvpool.config import KVSpec, blocks_for
-from kvpool.errors import CapacityExceeded, ForeignHandle, OutOfBlocks, StaleHandle
+from kvpool.errors import ForeignHandle, OutOfBlocks, StaleHandle
 from kvpool.testing.dense import dense_attention
 from kvpool_backends.numpy import NumpyBackend
 
@@ -135,43 +135,6 @@ def test_sequences_of_a_manager_that_is_resized_read_what_was_written(backend):
         engine.check(ids, 2)
     assert moved > 5
     engine.manager.pool.check()
-
-
-@pytest.mark.parametrize(
-    ("size", "error", "message"),
-    [
-        (6, OutOfBlocks, r"\[resize\] 6 blocks are in use, 1 more than would be there"),
-        (0, ValueError, r"\[resize\] num_blocks is out of range"),
-        (9.0, TypeError, r"\[resize\] num_blocks must be an int"),
-        (2**31 - 1, CapacityExceeded, r"\[resize\]"),
-    ],
-)
-def test_manager_that_cannot_have_a_size_keeps_its_own(size, error, message):
-    engine = Engine(num_blocks=9)
-    ids = [engine.new([1] * 9), engine.new([2] * 12)]
-    before = snapshot(engine.manager)
-    with pytest.raises(error, match=message):
-        engine.manager.resize(size)
-    assert snapshot(engine.manager) == before
-    engine.check(ids)
-
-
-def test_manager_without_memory_for_more_blocks_is_as_before():
-    class Full(NumpyBackend):
-        def resize(self, num_blocks, moves, **more):
-            raise MemoryError("no memory")
-
-    engine = Engine(num_blocks=9, backend=Full)
-    seq_id = engine.new([1] * 9)
-    held = engine.manager.backend.export_blocks(engine.manager.table(seq_id)[0]).tobytes()
-    with pytest.raises(MemoryError, match="no memory"):
-        engine.manager.resize(20)
-    assert engine.manager.pool.num_blocks == engine.manager.backend.num_blocks == 9
-    assert engine.manager.backend.export_blocks(engine.manager.table(seq_id)[0]).tobytes() == held
-    engine.append({seq_id: [2]})
-    engine.check([seq_id])
-    with pytest.raises(OutOfBlocks):
-        engine.new([3] * 24)
 
 
 # ---------------------------------------------------------------------- tokens

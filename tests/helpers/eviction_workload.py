@@ -209,7 +209,7 @@ class EvictingRunner(Runner):
             if handle not in self.oracle.held:
                 fork = step.evicted[row] > 0
                 self.oracle.held[handle] = self.at_end_of_prompt[request.id][0] if fork else np.arange(begin)
-            assert len(self.oracle.held[handle]) <= self.oracle.most, "a step begins above the budget"
+            assert len(self.oracle.held[handle]) <= self.policy.most, "a step begins above the budget"
         super()._execute(step, tick)
 
     def sample(self, step: Any, states: np.ndarray) -> tuple[Any, Any, Any]:
