@@ -155,9 +155,7 @@ class Evictor:
         """Lengths that rows of `lens` tokens have when the next step begins."""
         return self.policy.lens_after(lens, self.memory.block_size)
 
-    def evict(
-        self, handles: Sequence[int], rows: np.ndarray, lens: np.ndarray, after: np.ndarray, num_tokens: np.ndarray
-    ) -> None:
+    def evict(self, handles: Sequence[int], rows: np.ndarray, after: np.ndarray) -> None:
         """Let tokens leave; `settle` comes first.
 
         Parameters
@@ -165,15 +163,11 @@ class Evictor:
         handles : ints
             Sequences without a pending step.
         rows : int ``[S]``
-        lens, after : int ``[S]``
-            ``kv_len`` in the group now, and a smaller one from then on.
-        num_tokens : int ``[S]``
-            Logical lengths.
+        after : int ``[S]``
+            ``kv_len`` in the group from then on, less than now.
 
         Raises
         ------
-        ValueError
-            Not as many tokens as the pool says. Nothing has changed.
         OutOfBlocks
             No blocks for copies of shared ones. Nothing has changed.
         PlanStateError, CapacityExceeded
@@ -182,13 +176,11 @@ class Evictor:
             What the choice or the backend raises. Before the numbers have changed (no copy, no token moved), or when
             they have, as ``pool.kv_len`` says: then what these sequences hold is not to be read any more.
         """
-        numbers = [np.asarray(array).tolist() for array in (rows, lens, after, num_tokens)]
-        for i, (handle, held) in enumerate(zip(handles, numbers[1], strict=True)):
-            found = self.pool.kv_len(handle, self.group)
-            if found != held:
-                raise ValueError(f"[evict] lens[{i}] is {held}, the sequence holds {found} tokens")
+        lens = [self.pool.kv_len(handle, self.group) for handle in handles]
+        num_tokens = [self.pool.num_tokens(handle) for handle in handles]
+        numbers = [rows.tolist(), lens, after.tolist(), num_tokens]
         # Nothing leaves: it raises for a pending row, before a block is copied.
-        self.pool.compact(handles, numbers[1], group=self.group)
+        self.pool.compact(handles, lens, group=self.group)
         chosen = [self.memory.select(*one) for one in zip(*numbers[:3], strict=True)]
         move = self._evict_blocks if self.policy.whole_blocks else self._compact
         move(handles, chosen, numbers)

@@ -212,7 +212,7 @@ def evict(core: Core, sequence: Sequence) -> None:
     after = evictor.lens_after(now)
     publish(core, lane)
     try:
-        evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
+        evictor.evict([handle], np.array([lane]), after)
         rows.gone[lane] += now[0] - after[0]
         core.evicted_tokens += int(now[0] - after[0])
     except OutOfBlocks:

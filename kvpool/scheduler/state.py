@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from heapq import heapify, heappop, heappush, nsmallest
 from operator import attrgetter, sub
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
+from kvpool.eviction import Evictor
 from kvpool.retention import Keep
 from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.queue import WaitingQueue
@@ -35,9 +36,6 @@ from kvpool.scheduler.request import (
     Sequence,
     Times,
 )
-
-if TYPE_CHECKING:
-    from kvpool.eviction import Evictor
 
 
 def add(row: NDArray[int32], lanes: np.ndarray, more: NDArray[int32] | int) -> None:

@@ -4,11 +4,11 @@
         "kv_connector_module_path": "kvpool.adapters.vllm.connector",
         "kv_connector_extra_config": {"path": "DIR", "max_nbytes": 20000000000}}'
 
-vLLM makes one connector for its scheduler and one for its worker. The scheduler's asks the store in a thread which
-blocks of a prompt are there, and sends with every step what the worker has to load and to save. The worker's loads in a
-thread too, and a save copies the blocks into the store's queue, which never waits. A load that does not return holds
-its request, and those that wait behind it. A request asks once, so a store that promises what it cannot load is not
-asked again. docs/embedding.md says what it serves.
+vLLM makes one connector for its scheduler and one for its worker. The scheduler's asks the store's index, which is in
+memory, which blocks of a prompt are there, and sends with every step what the worker has to load and to save. The
+worker's loads in a thread, and a save copies the blocks into the store's queue, which never waits. A load that does not
+return holds its request, and those that wait behind it. A request asks once, so a store that promises what it cannot
+load is not asked again. docs/embedding.md says what it serves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import platform
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +32,6 @@ from kvpool.adapters.vllm.weights import fingerprint
 from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
 
 log = logging.getLogger("vllm.kvpool")
-PATIENCE = 1.0  # seconds that a request waits to hear what the store has
 PIECE = 64  # blocks that a load reads at a time
 NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 stores: dict[str, BlockStore] = {}  # of this process: scheduler and worker may share one
@@ -58,8 +56,7 @@ class Followed:
         self.table: list[int] = []
         self.saved = 0  # leading blocks that the store was offered or that were hits
         self.named, self.key = 0, None  # leading blocks that have names, and the key of the last one
-        self.found: Future[np.ndarray]  # which blocks of the prompt the store has
-        self.asked = time.monotonic()
+        self.found = 0  # leading blocks of the prompt that the store has
 
     def fill(self, full: int) -> Iterator[tuple[list[int], Blocks]]:
         """Ids and names of the blocks that are full now and were not before."""
@@ -139,19 +136,16 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     # ---- scheduler
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """None: the store has not answered yet; vLLM asks again in the next step."""
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         if request.mm_features or request.prompt_embeds is not None or request.lora_request:
             return 0, False
         followed = self.followed.get(request.request_id)
         if followed is None:
             followed = self.followed[request.request_id] = Followed(request, self.layout, self.epoch)
-            followed.found = self.thread.submit(self.guarded, np.zeros(1, bool), self.store.lookup, followed.prompt)
-        if followed.table or not len(followed.prompt):  # served before: the store's answer is used up
+            followed.found = leading(self.guarded(np.zeros(1, bool), self.store.lookup, followed.prompt))
+        if followed.table:  # served before: the store's answer is used up
             return 0, False
-        if not followed.found.done():
-            return (None if time.monotonic() - followed.asked < PATIENCE else 0), False
-        more = max(0, leading(followed.found.result()) * self.size - num_computed_tokens)
+        more = max(0, followed.found * self.size - num_computed_tokens)
         return more, more > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -159,8 +153,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         if followed is None or not num_external_tokens or followed.table:
             return
         (followed.table,) = map(list, blocks.get_block_ids())
-        end = leading(followed.found.result())
-        first = end - num_external_tokens // self.size
+        first, end = followed.found - num_external_tokens // self.size, followed.found
         self.step.loads.append((request.request_id, followed.table[first:end], followed.prompt[first:end]))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
