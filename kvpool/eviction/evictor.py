@@ -265,11 +265,6 @@ class Memory:
         Moving average per token, by its place in the table; C' is room.
     known : int64 ``[B]``
         Places whose score is known.
-
-    Notes
-    -----
-    `nbytes` is what it takes: one float32 per layer, KV head and token, and one int32 for those that went through an
-    eviction.
     """
 
     def __init__(self, policy: Policy, num_layers: int, num_kv_heads: int, block_size: int, num_rows: int = 0) -> None:
@@ -278,11 +273,6 @@ class Memory:
         self.scores = np.zeros((num_layers, num_rows, num_kv_heads, 0), np.float32)
         self.known = np.zeros(num_rows, np.int64)
         self._positions: list[np.ndarray | None] = [None] * num_rows  # [L, Hk, n] as of the last eviction
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that scores and positions take."""
-        return self.scores.nbytes + sum(0 if p is None else p.nbytes for p in self._positions)
 
     # ------------------------------------------------------------------------------------------- rows
 

@@ -144,7 +144,7 @@ class Beam:
         for sequence in self.live:
             if not self.held or sequence is self.live[0]:
                 core.commit(sequence.lane)
-        self.close(core)
+        core.close(int(core.rows.handle[sequence.lane]) for sequence in self.live)
         for sequence in self.live:
             core.leave(sequence, WAITING)
         self.stop_running(core)
@@ -156,11 +156,6 @@ class Beam:
         core.preemptions += len(self.live)
         self.give_back(core)
         core.queue.push(self.live[0], front=True)
-
-    def close(self, core: Core) -> None:
-        """Close the handles of the live hypotheses. `held` has those of all but the first."""
-        handles = [int(core.rows.handle[sequence.lane]) for sequence in self.live]
-        core.pool.close([handle for handle in handles if handle >= 0])
 
     def give_back(self, core: Core) -> None:
         """Free everything that the beam holds: it does not run any more."""
@@ -285,7 +280,9 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
     preemptions = beam.live[0].preemptions
     pool.close([handle for at, handle in enumerate(handles) if at not in parents])
     for sequence in beam.live:
-        core.drop(sequence)
+        core.count[sequence.state] -= 1
+        rows.vacate(sequence.lane)
+    core.changed = True
     free = sorted([lane for at, lane in enumerate(lanes) if at not in parents] + beam.spare)
     beam.live, beam.totals = [], [candidate.total for candidate, _, _ in chosen]
     core.count[WAITING] += len(chosen)

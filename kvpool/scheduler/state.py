@@ -608,13 +608,6 @@ class Core:
         self.close_group(sequence.group, 1)
         return self.output(sequence, reason, now)
 
-    def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence. Its lane stays taken. The caller owns its handle."""
-        self.count[sequence.state] -= 1
-        self.changed = True
-        if sequence.lane >= 0:
-            self.rows.vacate(sequence.lane)
-
     def close_group(self, group: RequestGroup, ended: int) -> None:
         """Count `ended` more sequences of a request as ended. Forget the request after the last one."""
         group.unfinished -= ended
@@ -664,7 +657,7 @@ class Core:
         return group if group is not None and group.rank[1] == reminder[1] else None
 
     def close(self, handles: Iterable[int]) -> None:
-        """Close those of the handles that are open. None is after ``Pool.reset``."""
+        """Close those of the handles that are open, which none is after ``Pool.reset``. -1 is no handle."""
         there = [handle for handle in dict.fromkeys(handles) if handle >= 0 and self.pool.is_open(handle)]
         self.pool.close(there)
 
