@@ -4,7 +4,6 @@ A trace function raises at the lines of an admission, as a signal would. Each fu
 of its calls. What a run gives without either is what is right.
 """
 
-import contextlib
 import gc
 import sys
 import weakref
@@ -17,7 +16,6 @@ import pytest
 from schedules import digest
 
 from kvpool import Group, KVSpec, Pool, Request, Scheduler
-from kvpool.errors import UnknownRequest
 from kvpool.eviction import H2O, Evictor
 from kvpool.scheduler import policy
 from kvpool_backends.numpy import NumpyBackend
@@ -236,22 +234,6 @@ def test_request_that_has_ended_is_not_kept_alive():
     del step
     gc.collect()
     assert kept() is None
-
-
-@pytest.mark.parametrize("name", ["crowd", "beams", "tier"])
-def test_request_whose_admission_raised_can_be_cancelled(name):
-    lines = sum(map(len, undisturbed(name)[1].values()))
-    for at in range(0, lines, lines // 15):
-        hurt = Run(SCENES[name]).add()
-        with pytest.raises(KeyboardInterrupt), Lines(at, KeyboardInterrupt):
-            while True:
-                hurt.out.append(hurt.scheduler.schedule())
-                hurt.update()
-        for request in hurt.requests:
-            with contextlib.suppress(UnknownRequest):
-                hurt.scheduler.cancel(request.id)
-        hurt.check()
-        assert hurt.pool.stats().used == 0
 
 
 class Hook:
