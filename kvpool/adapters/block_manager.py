@@ -18,14 +18,12 @@ If your engine runs ahead of the device, or needs other wire formats, use `Pool`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool import Plan, Pool
 from kvpool.config import KVSpec, blocks_for, checked_int
-from kvpool.errors import OutOfBlocks
 from kvpool.group_storage import GroupStorage
 from kvpool.protocol import KVBackend, StepArrays
 
@@ -259,13 +257,12 @@ class KVBlockManager:
 
         Notes
         -----
-        If `forward` raises, the sequence has the length and the number of blocks that it had before that chunk. Blocks
-        for the rest of the prompt stay reserved, unless `forward` itself gave them to another sequence.
+        If `forward` raises, the sequence is as long as before that chunk, and has no blocks for the rest of the prompt.
         """
         max_chunk_tokens = checked_int("prefill_into_kv", "max_chunk_tokens", max_chunk_tokens)
         for begin in range(0, len(tokens), max_chunk_tokens):
             chunk = tokens[begin : begin + max_chunk_tokens]
-            start_pos, capacity = self.pool.num_tokens(seq_id), self.pool.capacity(seq_id)
+            start_pos = self.pool.num_tokens(seq_id)
             self.step([seq_id], len(chunk))
             try:
                 k_layers, v_layers = forward(chunk, start_pos)
@@ -277,7 +274,7 @@ class KVBlockManager:
                 for layer, (k, v) in enumerate(zip(k_layers, v_layers, strict=True)):
                     self.write_prefill(seq_id, layer, k, v, start_pos)
             except BaseException:
-                self._take_back(seq_id, start_pos, capacity)
+                self.pool.truncate(seq_id, start_pos)
                 raise
             yield begin + len(chunk)
 
@@ -363,15 +360,10 @@ class KVBlockManager:
 
     # ---------------------------------------------------------------------- internals
 
-    def _run(
-        self, seq_ids: Sequence[int], num_new: int | Sequence[int], reserve: bool = False, plan: Plan | None = None
-    ) -> Plan:
+    def _run(self, seq_ids: Sequence[int], num_new: int | Sequence[int], reserve: bool = False) -> Plan:
         """One step of the pool with its copies executed; all or nothing."""
-        plan = plan or self._plan
-        if reserve:
-            self.pool.reserve(plan, seq_ids, num_new)
-        else:
-            self.pool.step(plan, seq_ids, num_new)
+        plan = self._plan
+        (self.pool.reserve if reserve else self.pool.step)(plan, seq_ids, num_new)
         try:
             if len(plan.copies):
                 self.storage.copy_blocks(plan)
@@ -380,15 +372,6 @@ class KVBlockManager:
             raise
         self.pool.done(plan)
         return plan
-
-    def _take_back(self, seq_id: int, num_tokens: int, capacity: int) -> None:
-        """Shorten a sequence to `num_tokens`, with the blocks of `capacity` tokens set aside again."""
-        self.pool.truncate(seq_id, num_tokens)  # drops reserved blocks, too
-        room = capacity - num_tokens
-        if room > 0:
-            plan = Plan(self.pool, 1, room, formats=("seq_lens",))  # `room` may be more than one step's tokens
-            with suppress(OutOfBlocks):
-                self._run([seq_id], room, reserve=True, plan=plan)
 
     def _view(self, seq_id: int) -> BlockTableView:
         return BlockTableView(seq_id, self.pool.table(seq_id), self.pool.num_tokens(seq_id))

@@ -59,11 +59,8 @@ class Places:
         read = self.read[: columns * total].reshape(columns, total)
         for out, ids in zip(read, part.indices.T, strict=True):
             self.runs(ids, starts, lengths, out)
-        return self.slots(part.slot_mapping), read
-
-    def slots(self, slots: np.ndarray) -> np.ndarray:
-        """Rows for slots of the pool."""
-        return slots + slots // self.page * (self.stride - self.page)
+        slots = part.slot_mapping
+        return slots + slots // self.page * (self.stride - self.page), read
 
     def runs(self, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
         """Rows for runs of tokens: from the places `starts` on in the blocks `ids`, which are laid end to end."""

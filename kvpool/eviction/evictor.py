@@ -155,14 +155,7 @@ class Evictor:
         """Lengths that rows of `lens` tokens have when the next step begins."""
         return self.policy.lens_after(lens, self.memory.block_size)
 
-    @property
-    def most(self) -> int:
-        """Tokens that a row holds when a step begins, at most."""
-        return self.policy.most
-
-    def evict(
-        self, handles: Sequence[int], rows: np.ndarray, lens: np.ndarray, after: np.ndarray, num_tokens: np.ndarray
-    ) -> None:
+    def evict(self, handles: Sequence[int], rows: np.ndarray, after: np.ndarray) -> None:
         """Let tokens leave; `settle` comes first.
 
         Parameters
@@ -170,15 +163,11 @@ class Evictor:
         handles : ints
             Sequences without a pending step.
         rows : int ``[S]``
-        lens, after : int ``[S]``
-            ``kv_len`` in the group now, and a smaller one from then on.
-        num_tokens : int ``[S]``
-            Logical lengths.
+        after : int ``[S]``
+            ``kv_len`` in the group from then on, less than now.
 
         Raises
         ------
-        ValueError
-            Not as many tokens as the pool says. Nothing has changed.
         OutOfBlocks
             No blocks for copies of shared ones. Nothing has changed.
         PlanStateError, CapacityExceeded
@@ -187,13 +176,11 @@ class Evictor:
             What the choice or the backend raises. Before the numbers have changed (no copy, no token moved), or when
             they have, as ``pool.kv_len`` says: then what these sequences hold is not to be read any more.
         """
-        numbers = [np.asarray(array).tolist() for array in (rows, lens, after, num_tokens)]
-        for i, (handle, held) in enumerate(zip(handles, numbers[1], strict=True)):
-            found = self.pool.kv_len(handle, self.group)
-            if found != held:
-                raise ValueError(f"[evict] lens[{i}] is {held}, the sequence holds {found} tokens")
+        lens = [self.pool.kv_len(handle, self.group) for handle in handles]
+        num_tokens = [self.pool.num_tokens(handle) for handle in handles]
+        numbers = [rows.tolist(), lens, after.tolist(), num_tokens]
         # Nothing leaves: it raises for a pending row, before a block is copied.
-        self.pool.compact(handles, numbers[1], group=self.group)
+        self.pool.compact(handles, lens, group=self.group)
         chosen = [self.memory.select(*one) for one in zip(*numbers[:3], strict=True)]
         move = self._evict_blocks if self.policy.whole_blocks else self._compact
         move(handles, chosen, numbers)
@@ -278,11 +265,6 @@ class Memory:
         Moving average per token, by its place in the table; C' is room.
     known : int64 ``[B]``
         Places whose score is known.
-
-    Notes
-    -----
-    `nbytes` is what it takes: one float32 per layer, KV head and token, and one int32 for those that went through an
-    eviction.
     """
 
     def __init__(self, policy: Policy, num_layers: int, num_kv_heads: int, block_size: int, num_rows: int = 0) -> None:
@@ -291,11 +273,6 @@ class Memory:
         self.scores = np.zeros((num_layers, num_rows, num_kv_heads, 0), np.float32)
         self.known = np.zeros(num_rows, np.int64)
         self._positions: list[np.ndarray | None] = [None] * num_rows  # [L, Hk, n] as of the last eviction
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that scores and positions take."""
-        return self.scores.nbytes + sum(0 if p is None else p.nbytes for p in self._positions)
 
     # ------------------------------------------------------------------------------------------- rows
 
@@ -331,20 +308,15 @@ class Memory:
         self.known[row] = 0
         self._positions[row] = None
 
-    def saved(self, row: int) -> Memory:
-        """A memory of one row, a copy of this one: for `put`."""
-        _, _, heads, _ = self.scores.shape
-        one = Memory(self.policy, len(self.scores), heads, self.block_size)
-        one.append(self, [row])
-        return one
+    def saved(self, row: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """A copy of what is known of a row: for `put`."""
+        return self.scores[:, row, :, : self.known[row]].copy(), self._positions[row]
 
-    def put(self, row: int, saved: Memory) -> None:
-        """Put the scores that `saved` has copied into this row, which was started."""
-        length = int(saved.known[0])
-        self.reserve(length)
-        self.scores[:, row, :, :length] = saved.scores[:, 0, :, :length]
-        self.known[row] = length
-        self._positions[row] = saved._positions[0]
+    def put(self, row: int, saved: tuple[np.ndarray, np.ndarray | None]) -> None:
+        """Put what `saved` has copied into this row, which was started. It has room."""
+        scores, self._positions[row] = saved
+        self.known[row] = length = scores.shape[-1]
+        self.scores[:, row, :, :length] = scores
 
     def truncate(self, lens: np.ndarray) -> None:
         """Rows lost what lies behind `lens` places."""

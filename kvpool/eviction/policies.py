@@ -133,11 +133,6 @@ class Policy:
         """Newest tokens that always stay."""
         raise NotImplementedError
 
-    @property
-    def protected(self) -> int:
-        """Tokens that always stay."""
-        return self.sink + self.recent
-
     def candidates(self, lens: Any, block_size: int) -> tuple[int, Any]:
         """First table index that may leave, and the end of them: full blocks without a protected token."""
         return -(-self.sink // block_size), (lens - self.recent) // block_size
@@ -158,7 +153,7 @@ class Policy:
     def _require_room(self) -> None:
         assert self.slack is not None
         call = type(self).__name__
-        if self.protected + self.slack > self.max_kv:
+        if self.sink + self.recent + self.slack > self.max_kv:
             raise ValueError(
                 f"[{call}] max_kv is {self.max_kv}, smaller than sink {self.sink} + recent {self.recent} + slack "
                 f"{self.slack}"

@@ -5,7 +5,6 @@ The search itself needs no pool: `rank` orders continuations, `decided` returns 
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from kvpool.errors import OutOfSequences
 from kvpool.scheduler.policy import count_admission, known_tokens, open_with_room
 from kvpool.scheduler.request import DECODING, FINISHED, PREFILLING, WAITING, Output, RequestGroup, Sequence
 from kvpool.scheduler.results import why_ended
-from kvpool.scheduler.state import Attempt, Core, once
+from kvpool.scheduler.state import Attempt, Core
 
 
 class Hypothesis(NamedTuple):
@@ -85,7 +84,7 @@ class Beam:
         first, others, forked = self.live[0], self.live[1:], list[int]()
         try:
             pool.close(self.held)
-            forked.extend(chain.from_iterable(once(pool.fork, int(rows.handle[first.lane]), len(others))))
+            forked += pool.fork(int(rows.handle[first.lane]), len(others)).tolist()
             for sequence, handle in zip(others, forked, strict=True):
                 rows.handle[sequence.lane] = handle
                 rows.computed[sequence.lane] = self.common
@@ -145,7 +144,7 @@ class Beam:
         for sequence in self.live:
             if not self.held or sequence is self.live[0]:
                 core.commit(sequence.lane)
-        self.close(core)
+        core.close(int(core.rows.handle[sequence.lane]) for sequence in self.live)
         for sequence in self.live:
             core.leave(sequence, WAITING)
         self.stop_running(core)
@@ -157,11 +156,6 @@ class Beam:
         core.preemptions += len(self.live)
         self.give_back(core)
         core.queue.push(self.live[0], front=True)
-
-    def close(self, core: Core) -> None:
-        """Close the handles of the live hypotheses. `held` has those of all but the first."""
-        handles = [int(core.rows.handle[sequence.lane]) for sequence in self.live]
-        core.pool.close([handle for handle in handles if handle >= 0])
 
     def give_back(self, core: Core) -> None:
         """Free everything that the beam holds: it does not run any more."""
@@ -194,7 +188,7 @@ class Beam:
         self.done = sorted(self.done, key=lambda hypothesis: -hypothesis.score)[: self.width]
         core.sampled_tokens += len(self.live)
         if not chosen or decided(self, chosen[0][0].total, len(chosen[0][1])):
-            return end_beam(core, self, now)
+            return self.finish(core, now)
         reorder(core, self, chosen)
         return []
 
@@ -203,31 +197,42 @@ class Beam:
     def cancel(self, core: Core, now: float, reason: str) -> list[Output]:
         """End the beam with the best of its finished and live hypotheses."""
         penalty = self.group.request.length_penalty
+        self._release(core)
         found = list(self.done)
-        preemptions = self.live[0].preemptions
         for sequence, total in zip(self.live, self.totals, strict=True):
-            core.release(sequence)
             length = len(sequence.tokens)
             scores = sequence.logprobs if sequence.logprobs is not None else np.empty(0, np.float32)
             found.append(Hypothesis(total / max(1, length) ** penalty, sequence.tokens, scores, reason))
-        core.cancelled -= len(self.live)
-        self.give_back(core)
         while len(found) < self.group.request.n:  # before the first step there is one, and it is empty
             found.append(found[-1])
-        outputs = self.outputs(core, sorted(found, key=lambda h: -h.score), reason, preemptions, now)
+        outputs = self._outputs(core, sorted(found, key=lambda h: -h.score), reason, now)
         core.cancelled += len(outputs)
-        core.close_group(self.group, self.group.unfinished)
         return outputs
 
-    def outputs(
-        self, core: Core, found: list[Hypothesis], reason: str | None, preemptions: int, now: float
-    ) -> list[Output]:
+    def finish(self, core: Core, now: float) -> list[Output]:
+        """End the search with the best n finished hypotheses."""
+        for sequence in self.live:
+            core.commit(sequence.lane)
+        self._release(core)
+        outputs = self._outputs(core, self.done, None, now)
+        core.count[FINISHED] += len(outputs)
+        return outputs
+
+    def _release(self, core: Core) -> None:
+        """Let go of the live hypotheses, which are no outputs yet."""
+        for sequence in self.live:
+            core.release(sequence)
+        core.cancelled -= len(self.live)
+        self.give_back(core)
+        core.close_group(self.group, self.group.unfinished)
+
+    def _outputs(self, core: Core, found: list[Hypothesis], reason: str | None, now: float) -> list[Output]:
         """Return the outputs of the best n of `found`."""
         outputs = []
         for place, hypothesis in enumerate(found[: self.group.request.n]):
             sequence = Sequence(self.group, place)
             sequence.tokens, sequence.logprobs = hypothesis.tokens, hypothesis.logprobs
-            sequence.preemptions = preemptions
+            sequence.preemptions = self.live[0].preemptions
             outputs.append(core.output(sequence, reason or hypothesis.reason, now, hypothesis.score))
         return outputs
 
@@ -275,7 +280,9 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
     preemptions = beam.live[0].preemptions
     pool.close([handle for at, handle in enumerate(handles) if at not in parents])
     for sequence in beam.live:
-        core.drop(sequence)
+        core.count[sequence.state] -= 1
+        rows.vacate(sequence.lane)
+    core.changed = True
     free = sorted([lane for at, lane in enumerate(lanes) if at not in parents] + beam.spare)
     beam.live, beam.totals = [], [candidate.total for candidate, _, _ in chosen]
     core.count[WAITING] += len(chosen)
@@ -303,20 +310,3 @@ def reorder(core: Core, beam: Beam, chosen: list[tuple[Candidate, NDArray[int32]
         rows.shared[lane] = shared and parents.count(parent) > 1
         core.move(sequence, DECODING)
     beam.spare = free
-
-
-def end_beam(core: Core, beam: Beam, now: float) -> list[Output]:
-    """End the search with the best n finished hypotheses."""
-    for sequence in beam.live:
-        core.commit(sequence.lane)
-    beam.close(core)
-    preemptions = beam.live[0].preemptions
-    for sequence in beam.live:
-        lane = sequence.lane
-        core.drop(sequence)
-        core.rows.give(lane)
-    beam.give_back(core)
-    outputs = beam.outputs(core, beam.done, None, preemptions, now)
-    core.count[FINISHED] += len(outputs)
-    core.close_group(beam.group, beam.group.unfinished)
-    return outputs

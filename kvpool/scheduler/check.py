@@ -123,8 +123,9 @@ def check_running(core: Core, sequence: Sequence, new: dict[int, int]) -> None:
     group = 0 if core.eviction is None else core.eviction.group
     held, gone = core.pool.kv_len(handle, group) - new.get(handle, 0), int(rows.gone[lane])
     require(held == computed - gone, f"{name(sequence)} has lost {gone} of {computed} tokens, the pool has {held}")
-    most = core.needs.places(computed)
-    require(held <= most, f"{name(sequence)} holds {held} tokens, {most} are the most")
+    if core.needs.evicting is not None:
+        most = core.needs.evicting.budget
+        require(held <= most, f"{name(sequence)} holds {held} tokens, {most} are the most")
     require(remaining >= 1, f"{name(sequence)} has computed more than it knows ({remaining} left)")
     require(rows.generated[lane] < sequence.group.request.max_tokens, f"{name(sequence)} runs with all tokens")
     beam = sequence.group.beam

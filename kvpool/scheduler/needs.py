@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import repeat
 from operator import add, attrgetter, mul, sub
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy import int64
 from numpy.typing import ArrayLike, NDArray
 
 from kvpool._core import Pool
+from kvpool.eviction import Evictor
 from kvpool.groups import Group, arenas_of
-
-if TYPE_CHECKING:
-    from kvpool.eviction import Evictor
 
 _free = attrgetter("free")
 
@@ -59,7 +58,7 @@ class Needs:
         self._layers = [_layers(group, arena, pool.block_size) for group, arena in arenas]
         self.evicting: Layers | None = None  # the group that tokens are evicted from
         if eviction is not None:
-            self.evicting = self._layers[eviction.group]._replace(budget=eviction.most + chunk)
+            self.evicting = self._layers[eviction.group]._replace(budget=eviction.policy.most + chunk)
             self._layers[eviction.group] = self.evicting
         self.num_arenas = 1 + max(layers.arena for layers in self._layers)
         # Tokens of the largest block: a length that is a multiple of it shares no part of a block.
@@ -75,10 +74,9 @@ class Needs:
         self._growing = [int(columns > 0) for columns in self._columns]  # 1: an arena of blocks
         self.reserve = self.nothing.copy()  # blocks that every admission leaves: the pool's own watermark
         self.reserve[0] = options.watermark
-        self.usable = self.usable_of({})
 
-    def usable_of(self, num_blocks: Mapping[int, int]) -> list[int]:
-        """Return the blocks that one request may have, if nobody else has any, in arenas of other sizes."""
+    def usable(self, num_blocks: Mapping[int, int] = MappingProxyType({})) -> list[int]:
+        """Return the blocks that one request may have, if nobody else has any. `num_blocks`: arenas of other sizes."""
         stats = enumerate(map(self._pool.stats, range(self.num_arenas)))
         return [num_blocks.get(at, one.num_blocks) - one.reserved - self.reserve[at] for at, one in stats]
 
@@ -94,10 +92,6 @@ class Needs:
         """
         each, times = (self._columns, running) if watermark is None else (self._growing, watermark)
         return list(map(max, map(add, growing, map(mul, each, repeat(times))), self.reserve))
-
-    def places(self, tokens: int) -> int:
-        """Return the most tokens that a sequence of so many tokens holds at a time in the group that evicts."""
-        return tokens if self.evicting is None else min(tokens, self.evicting.budget)
 
     def widest(self, tokens: int) -> int:
         """Return the blocks of the pool's size for what a sequence of so many tokens holds in the largest group."""

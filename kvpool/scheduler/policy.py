@@ -96,7 +96,7 @@ def spill(core: Core, sequence: Sequence) -> bool:
     handle, computed = int(core.rows.handle[lane]), int(core.rows.computed[lane])
     if core.tier is None or sequence.group.beam is not None or not computed:
         return False
-    if core.eviction is not None and (core.rows.gone[lane] or computed > core.eviction.most):
+    if core.eviction is not None and (core.rows.gone[lane] or computed > core.eviction.policy.most):
         return False
     kept = core.tier.spill_to_host(handle, core.tables(handle, computed))
     if kept is None:
@@ -115,7 +115,7 @@ def blocks_alone(core: Core, tokens: int) -> list[int]:
     need, layers, evictor = core.needs.alone(tokens), core.needs.evicting, core.eviction
     if evictor is None or layers is None or core.prefix is None or tokens <= evictor.policy.max_kv:
         return need
-    copies = 0 if evictor.policy.whole_blocks else -(-evictor.most // layers.block_size)
+    copies = 0 if evictor.policy.whole_blocks else -(-evictor.policy.most // layers.block_size)
     need[layers.arena] += (copies + 1) * layers.group.columns  # 1: a block may be cached twice
     return need
 
@@ -212,7 +212,7 @@ def evict(core: Core, sequence: Sequence) -> None:
     after = evictor.lens_after(now)
     publish(core, lane)
     try:
-        evictor.evict([handle], np.array([lane]), now, after, rows.computed[[lane]])
+        evictor.evict([handle], np.array([lane]), after)
         rows.gone[lane] += now[0] - after[0]
         core.evicted_tokens += int(now[0] - after[0])
     except OutOfBlocks:

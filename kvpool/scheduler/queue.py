@@ -174,7 +174,6 @@ class WaitingQueue:
     def mend(self) -> None:
         """Recompute all that follows from the lines, after an exception."""
         for tenant in self.tenants.values():
-            tenant.new = sum(sequence.group.admitted is None for sequence in tenant.line)
             tenant.is_listed = bool(tenant.line)
         self._new = sum(tenant.new for tenant in self.tenants.values())
         self._turns = [(tenant.used, tenant.since, tenant) for tenant in self.tenants.values() if tenant.line]

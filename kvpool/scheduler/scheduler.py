@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy import int32, int64
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
+from kvpool.eviction import Evictor
 from kvpool.scheduler import drafts, results
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
@@ -51,9 +52,6 @@ from kvpool.scheduler.request import (
     real,
 )
 from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step, add
-
-if TYPE_CHECKING:
-    from kvpool.eviction import Evictor
 
 
 def may_plan_ahead(core: Core, step: Step) -> bool:
@@ -268,7 +266,9 @@ class Scheduler:
         if request.id is not None and request.id in self._core.groups:
             raise ValueError(f"[add] the id is in use ({request.id!r})")
         try:
-            self._judge(request)
+            for reason, text in self._objections(request):
+                raise RequestRejected(f"[add] {text}", reason)
+            self._judge_queue(request.tenant)
         except RequestRejected:
             self._core.rejected += 1
             raise
@@ -282,12 +282,6 @@ class Scheduler:
         group = self._core.held.pop(id, None)
         if group is not None:
             self._core.queue.push(group.sequences[0])  # at the place that it had when it came
-
-    def _judge(self, request: Request) -> None:
-        """Raise RequestRejected for a request that could never run, or finds the queue full."""
-        for reason, text in self._objections(request):
-            raise RequestRejected(f"[add] {text}", reason)
-        self._judge_queue(request.tenant)
 
     def _objections(self, request: Request) -> Iterator[tuple[str, str]]:
         """Yield why a request could never run: reasons and texts."""
@@ -312,10 +306,11 @@ class Scheduler:
         if width > (most := min(core.max_running, pool.options.max_seqs)):
             yield "too_large", f"a beam of {width} sequences, {most} may run"
         need = self._need(request)
-        arena = core.needs.short(need, core.needs.usable)
+        usable = core.needs.usable()
+        arena = core.needs.short(need, usable)
         if arena >= 0:
             text = f"{tokens} tokens{f' in a beam of {width}' if width > 1 else ''} need {need[arena]} "
-            yield "too_large", f"{text}{core.needs.name(arena)}, the pool has {core.needs.usable[arena]}"
+            yield "too_large", f"{text}{core.needs.name(arena)}, the pool has {usable[arena]}"
         if request.deadline is not None and request.deadline <= (now := core.clock()):
             yield "deadline", f"the deadline has passed ({request.deadline} <= {now})"
 
@@ -323,7 +318,7 @@ class Scheduler:
         """Raise OutOfBlocks if a request that has not ended could not run in arenas of so many blocks. O(requests)."""
         core = self._core
         core.tick()  # a smaller pool evicts; directives may have ended since the last step
-        usable = core.needs.usable_of(num_blocks)
+        usable = core.needs.usable(num_blocks)
         for group in core.groups.values():
             need = self._need(group.request)
             arena = core.needs.short(need, usable)
@@ -331,10 +326,6 @@ class Scheduler:
                 text = f"request {group.request.id!r} needs {need[arena]} {core.needs.name(arena)}"
                 counts = {"needed": need[arena], "short_by": need[arena] - usable[arena], "arena": arena}
                 raise OutOfBlocks(f"[{call}] {text}, {usable[arena]} would be left", **counts)
-
-    def resized(self) -> None:
-        """Take note that the pool has another size, see `Pool.resize`. No step is out."""
-        self._core.needs.usable = self._core.needs.usable_of({})
 
     def _need(self, request: Request) -> list[int]:
         """Return the most blocks of each arena that a request has at a time."""
@@ -763,8 +754,6 @@ def _queue(call: str, weights: Mapping[Hashable, float], ageing: int, overtake: 
 def _check_evictor(call: str, eviction: Any, pool: Pool) -> None:
     if eviction is None:
         return
-    from kvpool.eviction import Evictor
-
     if not isinstance(eviction, Evictor):
         raise TypeError(f"[{call}] eviction must be a kvpool.eviction.Evictor, not {type(eviction).__name__}")
     if eviction.pool is not pool:

@@ -7,19 +7,20 @@ decided.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from heapq import heapify, heappop, heappush, nsmallest
-from operator import attrgetter, call, sub
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, sub
+from typing import Any
 
 import numpy as np
 from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
+from kvpool.eviction import Evictor
 from kvpool.retention import Keep
 from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.queue import WaitingQueue
@@ -35,9 +36,6 @@ from kvpool.scheduler.request import (
     Sequence,
     Times,
 )
-
-if TYPE_CHECKING:
-    from kvpool.eviction import Evictor
 
 
 def add(row: NDArray[int32], lanes: np.ndarray, more: NDArray[int32] | int) -> None:
@@ -99,7 +97,7 @@ class LaneRows:
         self.high[lane] = sequence.high
         self.limit[lane] = request.max_tokens
         self.shared[lane] = False
-        self._put_watch(lane, {*request.eos, *(stop[-1] for stop in request.stop)})
+        self._watch_for(lane, {*request.eos, *(stop[-1] for stop in request.stop)})
         self.width[lane] = request.beam_width
         self.index[lane] = sequence.index
         tokens, logprobs, length = sequence.tokens, sequence.logprobs, len(sequence.tokens)
@@ -116,14 +114,15 @@ class LaneRows:
         sequence.lane = lane
         sequence.tokens, sequence.logprobs = tokens[:0], None
 
-    def _put_watch(self, lane: int, tokens: set[int]) -> None:
-        if len(tokens) > self.watch.shape[1]:
-            wider = np.full((self.size, len(tokens)), -1, np.int32)
-            wider[:, : self.watch.shape[1]] = self.watch
-            self.watch = wider
+    def _watch_for(self, lane: int, tokens: set[int]) -> None:
+        self.watched[lane] = len(tokens)
+        now = self.watch.shape[1]
+        most = max(1, int(self.watched.max())) if max(now, len(tokens)) > 1 else 1
+        if not most <= now < 2 * most:
+            old, self.watch = self.watch, np.full((self.size, most), -1, np.int32)
+            self.watch[:, :now] = old[:, :most]
         self.watch[lane] = -1
         self.watch[lane, : len(tokens)] = sorted(tokens)
-        self.watched[lane] = len(tokens)
 
     def make_room(self, width: int) -> None:
         """Let the token buffers hold `width` tokens per lane."""
@@ -174,11 +173,7 @@ class LaneRows:
     def give(self, lane: int) -> None:
         """Free a lane without a sequence."""
         heappush(self.free, lane)
-        had, self.watched[lane] = int(self.watched[lane]), 0
-        if 1 < self.watch.shape[1] < 2 * had:
-            most = max(1, int(self.watched.max()))
-            if 2 * most <= self.watch.shape[1]:
-                self.watch = self.watch[:, :most].copy()
+        self._watch_for(lane, set())
 
     def vacate(self, lane: int) -> None:
         """Remove the sequence from a lane, which stays taken."""
@@ -347,14 +342,6 @@ COUNTED = (  # at an admission, also at one that a beam takes back
 )
 
 
-def once(how: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[Any]:
-    """Return an iterator that makes one call.
-
-    `list.extend` takes what it gives, all in C: no signal comes between the call and keeping its result.
-    """
-    return map(call, [partial(how, *arguments, **options)])
-
-
 class Attempt:
     """An admission that has begun: what it may change, as it was, so that an exception in it changes nothing.
 
@@ -379,7 +366,7 @@ class Attempt:
 
     def open(self, how: Callable[..., int], *arguments: Any, **options: Any) -> int:
         """Return the handle that a call of the pool opens. It is closed if the admission raises."""
-        self._opened.extend(once(how, *arguments, **options))
+        self._opened.append(how(*arguments, **options))
         return self._opened[-1]
 
     def undo(self) -> None:
@@ -621,13 +608,6 @@ class Core:
         self.close_group(sequence.group, 1)
         return self.output(sequence, reason, now)
 
-    def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence. Its lane stays taken. The caller owns its handle."""
-        self.count[sequence.state] -= 1
-        self.changed = True
-        if sequence.lane >= 0:
-            self.rows.vacate(sequence.lane)
-
     def close_group(self, group: RequestGroup, ended: int) -> None:
         """Count `ended` more sequences of a request as ended. Forget the request after the last one."""
         group.unfinished -= ended
@@ -677,7 +657,7 @@ class Core:
         return group if group is not None and group.rank[1] == reminder[1] else None
 
     def close(self, handles: Iterable[int]) -> None:
-        """Close those of the handles that are open. None is after ``Pool.reset``."""
+        """Close those of the handles that are open, which none is after ``Pool.reset``. -1 is no handle."""
         there = [handle for handle in dict.fromkeys(handles) if handle >= 0 and self.pool.is_open(handle)]
         self.pool.close(there)
 

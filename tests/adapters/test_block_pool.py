@@ -1,10 +1,9 @@
-"""The block pool for engines with own tables, held against a model made from its docstring, and against vLLM's."""
+"""The block pool for engines with own tables, held against a model made from its docstring."""
 
 import random
 
 import pytest
 
-from benchmarks import vllm_source
 from kvpool._core import Keys
 from kvpool.adapters.block_pool import BlockPool
 from kvpool.errors import DoubleFree, OutOfBlocks
@@ -197,91 +196,6 @@ def test_block_pool_random_calls_equal_the_model(seed):
         program.compare()
     assert program.refused and program.hits and program.evicted_in_use
     assert program.evicted_in_place and program.blank_touched
-
-
-# ---- vLLM's own pool ---------------------------------------------------------------------------------------
-
-
-class Peer:
-    """vLLM's pool beside ours: the same calls, the same ids, the same order of the free blocks.
-
-    Keys are new, since two blocks with one key are both findable there.
-    """
-
-    def __init__(self, modules, seed):
-        print(f"seed {seed}")
-        self.random, self.pool = random.Random(seed), BlockPool(NUM_BLOCKS)
-        self.peer = modules[0].BlockPool(NUM_BLOCKS, True, 16)
-        self.held, self.keys, self.evicted_in_use = [], 0, 0
-
-    def blocks(self, ids):
-        return [self.peer.blocks[block] for block in ids]
-
-    def some(self, ids):
-        ids = sorted(set(ids))
-        return self.random.sample(ids, self.random.randint(0, len(ids)))
-
-    def call(self):
-        pool, peer = self.pool, self.peer
-        what = self.random.choice(["get", "get", "free", "free", "touch", "cache", "cache", "evict"])
-        if what == "get":
-            n = self.random.randint(0, min(4, pool.num_free))
-            ids = [block.block_id for block in peer.get_new_blocks(n)]
-            assert pool.get(n) == ids
-            self.held += ids
-        elif what == "free":
-            ids = self.some(self.held)
-            pool.free(ids)
-            peer.free_blocks(self.blocks(ids))
-            for block in ids:
-                self.held.remove(block)
-        elif what == "touch":
-            cached = [block.block_id for block in peer.blocks if block.block_hash is not None]
-            blank = self.random.random() < 0.3
-            ids = self.some(range(1, NUM_BLOCKS) if blank else cached + self.held)
-            pool.touch(ids, blank=blank)
-            peer.touch(self.blocks(ids))
-            self.held += ids
-        elif what == "cache":
-            ids = self.some(block for block in self.held if peer.blocks[block].block_hash is None)
-            keys = [(self.keys + k).to_bytes(32, "big") for k in range(len(ids))]
-            self.keys += len(ids)
-            pool.cache(ids, keys)
-            peer.cache_full_blocks(vllm_source.request(keys), self.blocks(ids), 0, len(ids), 16, 0)
-        else:
-            ids = self.some(range(1, NUM_BLOCKS))[:3]
-            self.evicted_in_use += any(b.block_hash is not None and b.ref_cnt for b in self.blocks(ids))
-            pool.evict(ids, keep_place=True)
-            peer.evict_blocks(set(ids))
-
-    def compare(self):
-        found = [block.block_id for block in self.peer.free_block_queue.get_all_free_blocks()]
-        assert self.pool.free_order() == found
-        assert [self.pool.references[i] for i in range(1, NUM_BLOCKS)] == [b.ref_cnt for b in self.peer.blocks[1:]]
-        assert self.pool.usage == pytest.approx(self.peer.get_usage())
-        for key in range(max(0, self.keys - 20), self.keys):
-            theirs = self.peer.get_cached_block(key.to_bytes(32, "big"), [0]) or []
-            assert self.pool.lookup([key.to_bytes(32, "big")]) == [block.block_id for block in theirs]
-
-
-@pytest.fixture(scope="module")
-def vllm():
-    found = vllm_source.load()
-    if found is None:
-        pytest.skip(vllm_source.ABSENT)
-    return found
-
-
-def test_block_pool_random_calls_equal_vllms_pool(vllm):
-    evicted_in_use = cached = 0
-    for seed in range(200):
-        peer = Peer(vllm, seed)
-        for _ in range(60):
-            peer.call()
-            peer.compare()
-        evicted_in_use += peer.evicted_in_use > 0
-        cached += peer.pool.num_cached
-    assert evicted_in_use > 100 and cached > 200
 
 
 # ---- by hand -----------------------------------------------------------------------------------------------

@@ -126,8 +126,7 @@ class Evicting:
         self.evictor.memory.observe(scores, np.array([13, 13]))
 
     def evict(self):
-        rows = np.arange(2)
-        self.evictor.evict(self.handles, rows, np.full(2, 13), np.full(2, 9), np.full(2, 13))
+        self.evictor.evict(self.handles, np.arange(2), np.full(2, 9))
 
     def lens(self):
         return [self.pool.kv_len(handle) for handle in self.handles]

@@ -78,15 +78,15 @@ class Oracle(Evictor):
         self.evictions = self.shared = 0
         self.parent_of: Any = None  # lane of a fork: what its parent held at the end of the prompt
 
-    def evict(self, handles, rows, lens, after, num_tokens):  # type: ignore[no-untyped-def]
+    def evict(self, handles, rows, after):  # type: ignore[no-untyped-def]
         (handle,), size = handles, self.memory.block_size
         if handle not in self.held:  # a fork that has not been in a step yet
             self.held[handle], self.values[handle] = self.parent_of(int(rows[0]))
         ids = self.pool.table(handle, self.group).ravel().tolist()
         self.shared += any(self.pool.blocks.refcount(block) > 1 for block in ids)
         held, target = self.held[handle], int(after[0])
-        assert len(held) == int(lens[0]) == self.pool.kv_len(handle, self.group)
-        super().evict(handles, rows, lens, after, num_tokens)
+        assert len(held) == self.pool.kv_len(handle, self.group)
+        super().evict(handles, rows, after)
         self.evictions += 1
         scores = np.abs(score_of(self.values[handle][held]))
         stays = np.zeros(len(held), bool)
@@ -209,7 +209,7 @@ class EvictingRunner(Runner):
             if handle not in self.oracle.held:
                 fork = step.evicted[row] > 0
                 self.oracle.held[handle] = self.at_end_of_prompt[request.id][0] if fork else np.arange(begin)
-            assert len(self.oracle.held[handle]) <= self.oracle.most, "a step begins above the budget"
+            assert len(self.oracle.held[handle]) <= self.policy.most, "a step begins above the budget"
         super()._execute(step, tick)
 
     def sample(self, step: Any, states: np.ndarray) -> tuple[Any, Any, Any]:

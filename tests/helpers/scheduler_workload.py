@@ -317,7 +317,7 @@ class Runner:
         self.watch = Watch(self.scheduler, self.pool, workload.scheduler)
         self.watch.caches = workload.pool.get("prefix_cache", False)
         self.guest = Guest(self.pool, self.rng)
-        is_plain = bool(workload.arrivals) and all(r.n == 1 and not r.beam_width for r in self._requests())
+        is_plain = all(r.n == 1 and not r.beam_width for r in self._requests())
         if is_plain and type(self) is Runner and not (ahead or workload.tier):
             self.watch.turns = Turns(workload.scheduler)
         self.watch.strict = not (workload.tier or workload.guests or workload.pool.get("in_order"))

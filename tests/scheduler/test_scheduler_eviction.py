@@ -118,8 +118,6 @@ class Ends(Pool):
     [
         ("pending", HEAVY, PlanStateError),
         ("pending", WHOLE, PlanStateError),
-        ("length", HEAVY, ValueError),
-        ("length", WHOLE, ValueError),
         ("positions end", WHOLE, CapacityExceeded),
     ],
 )
@@ -130,24 +128,20 @@ def test_eviction_that_is_refused_for_one_row_touches_none(cause, policy, error,
     pool.step(plan, handles, 20)
     memory.forward(np.arange(40), plan)
     pool.done(plan)
-    lens, after = [20, 20], [12, 12]
+    after = np.array([12, 12])
     if cause == "pending":
         pool.step(plan, handles[wrong : wrong + 1], 1)
-        lens = [pool.kv_len(handle) for handle in handles]
-    elif cause == "length":
-        lens[wrong] -= 1
     else:
         after[wrong] = 8
     before, written = pool.fingerprint(), memory.position.copy()
-    with pytest.raises(error, match={"length": rf"\[evict\] lens\[{wrong}\] is 19, the sequence holds 20"}.get(cause)):
-        evictor.evict(handles, np.arange(2), lens, after, [pool.num_tokens(handle) for handle in handles])
+    with pytest.raises(error):
+        evictor.evict(handles, np.arange(2), after)
     assert pool.fingerprint() == before and np.array_equal(memory.position, written) and not evictor.memory.known.any()
     if cause == "pending":
         pool.done(plan)
-    lens = [pool.kv_len(handle) for handle in handles]
-    after = [n - 8 for n in lens]
-    evictor.evict(handles, np.arange(2), lens, after, [pool.num_tokens(handle) for handle in handles])
-    assert [pool.kv_len(handle) for handle in handles] == after
+    after = np.array([pool.kv_len(handle) - 8 for handle in handles])
+    evictor.evict(handles, np.arange(2), after)
+    assert [pool.kv_len(handle) for handle in handles] == after.tolist()
 
 
 def test_evictor_that_could_not_work_is_not_made():

@@ -73,6 +73,29 @@ def test_step_that_is_not_out_is_refused(call):
     scheduler.update(step, ONE)
 
 
+@pytest.mark.parametrize("plans", [1, 2])
+def test_call_that_comes_too_early_or_names_nobody_is_refused_while_steps_are_out(plans):
+    pool = Pool(64, 4)
+    scheduler = Scheduler(pool, plans=plans)
+    scheduler.add(Request([1, 2, 3], max_tokens=4))
+    steps = [scheduler.schedule() for _ in range(plans)]
+    before = pool.fingerprint(), scheduler.stats()
+    wrong = [
+        (RuntimeError, r"^\[schedule\] .* out; call update or fail first", scheduler.schedule),
+        (ValueError, r"^\[tokens_of\] index", lambda: scheduler.tokens_of(0, 1)),
+        (ValueError, r"^\[request_of\] nothing runs in lane 1", lambda: scheduler.request_of(1)),
+        (ValueError, r"^\[request_of\] lane", lambda: scheduler.request_of(10**6)),
+        (TypeError, r"^\[request_of\] lane", lambda: scheduler.request_of(1.0)),
+    ]
+    if plans == 2:
+        wrong.append((RuntimeError, "the step before this one is out", lambda: scheduler.update(steps[1], ONE)))
+    for error, said, call in wrong:
+        with pytest.raises(error, match=said):
+            call()
+        assert (pool.fingerprint(), scheduler.stats()) == before
+        scheduler.check()
+
+
 @pytest.mark.parametrize("running_before", [False, True])
 def test_schedule_blocks_held_by_others_is_out_of_blocks_and_can_be_repeated(running_before):
     pool = Pool(9, 2)

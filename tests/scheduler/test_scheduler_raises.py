@@ -4,7 +4,6 @@ A trace function raises at the lines of an admission, as a signal would. Each fu
 of its calls. What a run gives without either is what is right.
 """
 
-import contextlib
 import gc
 import sys
 import weakref
@@ -14,14 +13,11 @@ from operator import attrgetter
 
 import numpy as np
 import pytest
-from fuzz_seed import fresh_seed
 from schedules import digest
 
 from kvpool import Group, KVSpec, Pool, Request, Scheduler
-from kvpool.errors import UnknownRequest
 from kvpool.eviction import H2O, Evictor
 from kvpool.scheduler import policy
-from kvpool.scheduler.beams import Beam
 from kvpool_backends.numpy import NumpyBackend
 
 TRACED = ("/kvpool/scheduler/", "/kvpool/eviction/")
@@ -120,27 +116,6 @@ class Lines:
         elif event == "return" and frame is self.inside:
             self.inside = None
         return self._line
-
-
-class Instructions(Lines):
-    """A trace function that notes the instructions of a function, between any two of which a signal may come."""
-
-    def __init__(self, function, at=-1, error=Injected):
-        super().__init__(at, error)
-        self.code = function.__code__
-
-    def __call__(self, frame, event, arg):
-        if frame.f_code is not self.code:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._instruction
-
-    def _instruction(self, frame, event, arg):
-        if event == "opcode":
-            self.lines.append(frame.f_lasti)
-            if len(self.lines) == self.at + 1:
-                raise self.error(frame.f_lasti)
-        return self._instruction
 
 
 class Run:
@@ -245,19 +220,6 @@ def test_exception_at_any_line_of_an_admission_loses_nothing(name, others):
         assert counted(hurt.scheduler._core) == counted(whole.scheduler._core)
 
 
-def test_signal_at_any_instruction_of_the_forks_of_a_beam_loses_nothing():
-    whole = Run(beams).add()
-    with Instructions(Beam._fork_held) as seen:
-        whole.to_the_end()
-    instructions = sorted(set(seen.lines))
-    assert len(instructions) > 100, "no beam came back with several hypotheses"
-    for at in map(seen.lines.index, instructions[fresh_seed() % 3 :: 3]):
-        hurt = Run(beams).add()
-        with Instructions(Beam._fork_held, at, KeyboardInterrupt):
-            hurt.to_the_end()
-        assert len(hurt.raised) == 1 and hurt.outputs == whole.outputs
-
-
 def test_request_that_has_ended_is_not_kept_alive():
     class User:
         pass
@@ -272,22 +234,6 @@ def test_request_that_has_ended_is_not_kept_alive():
     del step
     gc.collect()
     assert kept() is None
-
-
-@pytest.mark.parametrize("name", ["crowd", "beams", "tier"])
-def test_request_whose_admission_raised_can_be_cancelled(name):
-    lines = sum(map(len, undisturbed(name)[1].values()))
-    for at in range(0, lines, lines // 15):
-        hurt = Run(SCENES[name]).add()
-        with pytest.raises(KeyboardInterrupt), Lines(at, KeyboardInterrupt):
-            while True:
-                hurt.out.append(hurt.scheduler.schedule())
-                hurt.update()
-        for request in hurt.requests:
-            with contextlib.suppress(UnknownRequest):
-                hurt.scheduler.cancel(request.id)
-        hurt.check()
-        assert hurt.pool.stats().used == 0
 
 
 class Hook:

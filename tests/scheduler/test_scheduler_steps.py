@@ -70,3 +70,22 @@ def test_schedule_pad_to_gives_static_shapes_and_can_be_repeated_when_it_raises(
         called.check()
     step = called.schedule()
     assert step.tokens.tolist() == list(range(5)) and step.plan.slot_mapping.shape == (10,)
+
+
+def test_admission_counts_prefix_hits():
+    """The second prompt needs 1 block of its own, 3 are shared: it is admitted where a stranger is not."""
+    for own in (True, False):
+        pool = Pool(8, 4, prefix_cache=True, seed=1)
+        scheduler = Scheduler(pool, watermark=2)
+        machine = Machine(scheduler, pool)
+        scheduler.add(Request(range(14), max_tokens=6))
+        machine.step()
+        prompt = np.arange(14) + (0 if own else 100)
+        scheduler.add(Request(prompt, max_tokens=1, id="b"))
+        step = scheduler.schedule()
+        assert len(step.lanes) == (2 if own else 1)
+        assert step.num_new.tolist() == ([1, 2] if own else [1])
+        scheduler.fail(step)
+        output = machine.run()["b", 0]
+        assert output.num_cached == (12 if own else 0)
+        assert scheduler.stats().hit_tokens == output.num_cached

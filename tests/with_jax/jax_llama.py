@@ -60,7 +60,7 @@ def finish(layer, x, attended):
     return x + jax.nn.silu(norm(x) @ layer["up"]) @ layer["down"]
 
 
-def forward(params, kv, tokens, info, attention=attend):
+def forward(params, kv, tokens, info):
     """Logits ``[T, vocab]`` of one step and the next KV arrays."""
     x = params["embed"][tokens]
     written = []
@@ -68,7 +68,7 @@ def forward(params, kv, tokens, info, attention=attend):
         q, k, v = project(layer, x, info.positions)
         pages = update(copy_pages(pages, info), info, k, v)
         written.append(pages)
-        x = finish(layer, x, attention(q, pages, info, SCALE))
+        x = finish(layer, x, attend(q, pages, info, SCALE))
     return norm(x) @ params["embed"].T, written
 
 

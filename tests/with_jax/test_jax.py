@@ -88,27 +88,6 @@ def test_llama_on_pages_equals_the_model_without_cache(params, prompts, expected
     assert table.pool.stats().used == 0
 
 
-@pytest.mark.parametrize("pad", PADDINGS)
-def test_llama_over_jaxs_own_reference_attention_equals_it_too(params, prompts, expected, pad):
-    table = PageTable(20, PAGE, MAX_SEQS, WIDTH, PREFILL, pad=pad)
-
-    def run(params, kv, tokens, info):
-        return forward(params, kv, tokens, info, attention=ref_attention)
-
-    tokens, _ = serve(table, empty_kv(20, PAGE), params, prompts[:4], run)
-    assert tokens == expected[:4]
-
-
-def test_ragged_prefill_of_several_sequences_in_one_step(params, prompts, expected):
-    table = PageTable(40, PAGE, MAX_SEQS, WIDTH, PREFILL)
-    few = prompts[:3]
-    seqs = [table.open() for _ in few]
-    info = table.allocate(seqs, [len(prompt) for prompt in few])
-    logits, _ = step(params, empty_kv(40, PAGE), padded(np.concatenate(few), PREFILL), info)
-    ends = np.cumsum([len(prompt) for prompt in few]) - 1
-    assert [int(jnp.argmax(logits[end])) for end in ends] == [tokens[0] for tokens in expected[:3]]
-
-
 def test_clones_share_pages_and_equal_samples_of_their_own(params, prompts):
     prompt, n = prompts[5], 3
 

@@ -443,7 +443,6 @@ class Engine:
         try:
             self.kv.resize(num_blocks)
         finally:
-            self.scheduler.resized()
             if self.kv.stored is not None:
                 for id in self.kv.stored.take_ended():
                     self.scheduler.release(id)

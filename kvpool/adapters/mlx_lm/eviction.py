@@ -126,7 +126,7 @@ class Eviction(Evictor):
             return gone
         above = [handles[row] for row in rows.tolist()]
         try:
-            self.evict(above, rows, held[rows], after[rows], lens[rows])
+            self.evict(above, rows, after[rows])
         except BaseException:
             left = [self.pool.kv_len(handle, self.group) for handle in above]
             self.is_torn = left != held[rows].tolist()

@@ -4,14 +4,11 @@
         "kv_connector_module_path": "kvpool.adapters.vllm.connector",
         "kv_connector_extra_config": {"path": "DIR", "max_nbytes": 20000000000}}'
 
-vLLM makes one connector for its scheduler and one for its worker. The scheduler's follows each request: it asks the
-store in a thread which blocks of the prompt are there, and sends with every step what the worker has to load and to
-save. The worker's loads in a thread too, and a save copies the blocks into the store's queue, which never waits. A load
-that does not return holds its request, and those that wait behind it. A request asks once, so a store that promises
-what it cannot load is not asked again.
-
-Requests with images, embeddings or an adapter are left out: their tokens do not say what their blocks hold.
-docs/embedding.md says what else it serves.
+vLLM makes one connector for its scheduler and one for its worker. The scheduler's asks the store's index, which is in
+memory, which blocks of a prompt are there, and sends with every step what the worker has to load and to save. The
+worker's loads in a thread, and a save copies the blocks into the store's queue, which never waits. A load that does not
+return holds its request, and those that wait behind it. A request asks once, so a store that promises what it cannot
+load is not asked again. docs/embedding.md says what it serves.
 """
 
 from __future__ import annotations
@@ -20,10 +17,8 @@ import json
 import logging
 import os
 import platform
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +32,17 @@ from kvpool.adapters.vllm.weights import fingerprint
 from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
 
 log = logging.getLogger("vllm.kvpool")
-PATIENCE = 1.0  # seconds that a request waits to hear what the store has
 PIECE = 64  # blocks that a load reads at a time
 NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-OPTIONS = {"path", "max_nbytes", "reserve_nbytes", "weights"}
 stores: dict[str, BlockStore] = {}  # of this process: scheduler and worker may share one
 
 
-@dataclass
 class Step(base.KVConnectorMetadata):
     """What a worker has to do in a step: blocks by their ids in the cache and their names in the store."""
 
-    loads: list[tuple[str, list[int], Blocks]] = field(default_factory=list)
-    saves: list[tuple[list[int], Blocks]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.loads: list[tuple[str, list[int], Blocks]] = []
+        self.saves: list[tuple[list[int], Blocks]] = []
 
 
 class Followed:
@@ -63,8 +56,7 @@ class Followed:
         self.table: list[int] = []
         self.saved = 0  # leading blocks that the store was offered or that were hits
         self.named, self.key = 0, None  # leading blocks that have names, and the key of the last one
-        self.found: Future[int] | None = None  # leading blocks of the prompt that the store has
-        self.asked = time.monotonic()
+        self.found = 0  # leading blocks of the prompt that the store has
 
     def fill(self, full: int) -> Iterator[tuple[list[int], Blocks]]:
         """Ids and names of the blocks that are full now and were not before."""
@@ -98,10 +90,10 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> La
 
 def open_store(layout: Layout, options: dict[str, Any]) -> BlockStore:
     """The store of these options, one for each path and process."""
-    if not {"path", "max_nbytes"} <= set(options) <= OPTIONS:
+    if not {"path", "max_nbytes"} <= set(options) <= {"path", "max_nbytes", "reserve_nbytes", "weights"}:
         raise ValueError(
             f"[KVPoolConnector] kv_connector_extra_config has {sorted(options)}, it needs path and max_nbytes and may "
-            f"have {', '.join(sorted(OPTIONS - {'path', 'max_nbytes'}))}"
+            "have reserve_nbytes, weights"
         )
     given = {name: value for name, value in options.items() if name != "weights"}
     path = given["path"] = str(Path(options["path"]).resolve())
@@ -112,6 +104,8 @@ def open_store(layout: Layout, options: dict[str, Any]) -> BlockStore:
 
 class KVPoolConnector(base.KVConnectorBase_V1):
     """vLLM's side of the store. See the module for the options."""
+
+    requires_kv_delivery = False
 
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -131,10 +125,6 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         self.loading: dict[str, Future[set[int]]] = {}
         self.lost: set[int] = set()
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
-
     @staticmethod
     def guarded(otherwise: Any, call: Any, *arguments: Any) -> Any:
         """What a call returns. If it raises, for want of memory for instance, the engine goes on without it."""
@@ -146,34 +136,24 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     # ---- scheduler
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """None: the store has not answered yet; vLLM asks again in the next step."""
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         if request.mm_features or request.prompt_embeds is not None or request.lora_request:
             return 0, False
         followed = self.followed.get(request.request_id)
         if followed is None:
             followed = self.followed[request.request_id] = Followed(request, self.layout, self.epoch)
-        if followed.table or not len(followed.prompt):  # served before: the store's answer is used up
+            followed.found = leading(self.guarded(np.zeros(1, bool), self.store.lookup, followed.prompt))
+        if followed.table:  # served before: the store's answer is used up
             return 0, False
-        if followed.found is None:
-            followed.found = self.thread.submit(self.guarded, 0, self.lookup, followed.prompt)
-        if not followed.found.done():
-            return (None if time.monotonic() - followed.asked < PATIENCE else 0), False
-        more = max(0, followed.found.result() * self.size - num_computed_tokens)
+        more = max(0, followed.found * self.size - num_computed_tokens)
         return more, more > 0
-
-    def lookup(self, prompt: Blocks) -> int:
-        """Leading blocks that the store has."""
-        return leading(self.store.lookup(prompt))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         followed = self.followed.get(request.request_id)
         if followed is None or not num_external_tokens or followed.table:
             return
         (followed.table,) = map(list, blocks.get_block_ids())
-        assert followed.found is not None
-        end = followed.found.result()
-        first = end - num_external_tokens // self.size
+        first, end = followed.found - num_external_tokens // self.size, followed.found
         self.step.loads.append((request.request_id, followed.table[first:end], followed.prompt[first:end]))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
