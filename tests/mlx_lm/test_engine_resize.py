@@ -37,12 +37,10 @@ def model(request):
     return made(request.param)
 
 
-def ballast_of(pool, tokens):
-    """A sequence that holds the first blank blocks, if it finds so many: what comes lies behind, and has to move."""
-    try:
-        return [pool.open(tokens)]
-    except OutOfBlocks:
-        return []
+def ballast_of(pool, tokens, blank=0):
+    """A sequence that holds the first blank blocks, if it leaves so many: what comes lies behind, and has to move."""
+    room = pool.stats().blank * pool.block_size
+    return [pool.open(tokens)] if room >= tokens + blank * pool.block_size else []
 
 
 def answers(engine, times=0, requests=NUM_REQUESTS, sizes=SIZES, longest=13, ballast=480, running=0):
@@ -59,14 +57,14 @@ def answers(engine, times=0, requests=NUM_REQUESTS, sizes=SIZES, longest=13, bal
     for at, prompt in enumerate(prompts):
         seeded = {"temperature": 1.0, "seed": at} if at % 2 else {}
         ids.append(engine.submit(prompt, max_tokens=longest - at % 5, **seeded))
-    holding = ballast_of(engine.kv.pool, ballast)
+    holding = [] if running else ballast_of(engine.kv.pool, ballast)
     while engine.num_unfinished:
         done |= {completion.id: completion for completion in engine.step()}
         now = engine.scheduler.stats()
         if sizes and now.prefilling + now.decoding >= running:
             engine.kv.pool.close(holding)
             engine.resize(sizes.pop(0))
-            holding = ballast_of(engine.kv.pool, ballast)
+            holding = ballast_of(engine.kv.pool, ballast, blank=running)
             engine.scheduler.check()
     engine.kv.pool.close(holding)
     assert not sizes, "the requests ended before the resizes"
@@ -91,11 +89,11 @@ def test_tokens_between_resizes_are_those_of_a_fixed_pool(name, route):
 def check_200_running_sequences(**how):
     """All run at once, with 50 resizes; returns the route of their attention."""
     make = partial(Engine, made("llama"), max_running=200, max_step_tokens=2048, block_size=8, **how)
-    many = {"requests": 200, "longest": 75, "ballast": 8000, "running": 200}
-    with make(4000) as engine:
+    many = {"requests": 200, "longest": 75, "ballast": 14000, "running": 200}
+    with make(5000) as engine:
         expected, _ = answers(engine, **many)
-    with make(3000) as engine:
-        found, moved = answers(engine, 50, sizes=(2400, 3000, 2500, 4000, 2600), **many)
+    with make(4600) as engine:
+        found, moved = answers(engine, 50, sizes=(3000, 4600, 3100, 5200, 3200), **many)
         assert found == expected
         assert moved > 200  # blocks
         engine.kv.pool.check()
