@@ -245,8 +245,8 @@ class PromptCache:
             as ``fetch(...).extra`` with a prefix that has all media of the sequence. A store does not have it.
         keep : Keep, optional
             For `ttl` seconds the sequence leaves after all that is not kept, the lowest priority first. With fewer
-            `tokens` than the sequence has, only its beginning is kept, in whole blocks, if every cache has a row per
-            token; else nothing is.
+            `tokens` than the sequence has, only that beginning is kept: its whole blocks if every cache has a row per
+            token, else the longest prefix of it that `fetch` finds now.
 
         Raises
         ------
@@ -502,9 +502,7 @@ class PromptCache:
         known, kept = known[:length], layout.kept_of(leaves)
         rows = partial(rows_of, layout, leaves)
         if keep is not None and keep.tokens is not None and keep.tokens < length:
-            beginning = known[: keep.tokens // BLOCK * BLOCK]
-            if layout.is_dense and len(beginning):  # a sequence of its own
-                self._insert(layout, beginning, rows, (), namespace, kind=kind, keep=keep)
+            self._keep_beginning(layout, known[: keep.tokens], rows, namespace, kind, spans, keep)
             keep = None
         is_kept = self._insert(layout, known, rows, kept, namespace, 0, kind, extra, spans, keep)
         if self._stored is None or not is_kept:
@@ -518,6 +516,36 @@ class PromptCache:
         kept = layout.kept_of(leaves)
         self._stored.put(text, partial(rows_of, layout, leaves), None if spans else kept, namespace)
         return is_kept
+
+    def _keep_beginning(
+        self,
+        layout: CacheLayout,
+        known: np.ndarray,
+        rows: Callable[[int, int], Iterator[mx.array]],
+        namespace: bytes,
+        kind: str,
+        spans: list[tuple[int, int]],
+        keep: Keep,
+    ) -> None:
+        """Keep the whole blocks of a beginning as a sequence of their own, or else the sequence that ends last in it.
+
+        Without a row per token only what is known already can be found, such as a window that had not turned.
+        """
+        length = have = len(known)
+        if layout.is_dense:
+            have = 0
+        else:
+            with self._lock:
+                self._now = self._clock()
+                hit = self._longest(known, namespace, spans, whole=True)
+                if hit is None:
+                    return
+                if not hit.layout.is_dense and hit.sequence is not None:
+                    return hit.sequence.keep(keep.priority, self._now + keep.ttl, self._now)
+            layout, length = hit.layout, hit.length
+            have, rows = length // BLOCK * BLOCK, lambda begin, end: iter(())
+        if length >= BLOCK:
+            self._insert(layout, known[: length // BLOCK * BLOCK], rows, (), namespace, have, kind, keep=keep)
 
     def _insert(
         self,
@@ -576,7 +604,7 @@ class PromptCache:
             can_cut = layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
             one = CachedSequence(layout, handle, root, length, tail, kind, ours, kept_nbytes, own, extra, can_cut)
             if keep is not None:
-                one.priority, one.until = keep.priority, self._now + keep.ttl
+                one.keep(keep.priority, self._now + keep.ttl, self._now)
             self._replace(one, known[:length])
             self._publish(root, known[:length], copies, one, max((stop for _, stop in spans), default=0))
             if kept_nbytes and layout.row_nbytes:
@@ -611,7 +639,7 @@ class PromptCache:
             if not (one.can_cut or is_same) or not end.is_prefix_of(known):
                 continue
             if priority and is_same:
-                one.priority, one.until = max(one.priority, priority), max(one.until, end.until)
+                one.keep(priority, end.until, self._now)
             elif priority > one.priority or (priority and end.until > one.until):
                 continue
             self._drop(end)

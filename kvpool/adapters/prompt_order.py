@@ -44,6 +44,11 @@ class CachedSequence:
         """Return how late it leaves: 0 unless it is kept."""
         return self.priority if now < self.until else 0
 
+    def keep(self, priority: int, until: float, now: float) -> None:
+        """Keep it until then, and as long and with the priority that it is kept now."""
+        self.priority = max(priority, self.priority_at(now))
+        self.until = max(until, self.until)
+
     def is_prefix_of(self, known: Tokens) -> bool:
         """Whether a prompt that has its whole blocks begins with it."""
         return self.tail == listed(known[self.length - len(self.tail) : self.length])
