@@ -84,8 +84,10 @@ class Manager:
         self.store_exact_cache(token_ids, row, extra_hash)
         return []
 
-    def release(self, blocks: Iterable[Any]) -> None:
-        """Do nothing: a hit holds no blocks."""
+    def release(self, blocks: Iterable[Any] = ()) -> None:
+        """Do nothing: a hit holds no blocks, and who made the store of the prompts closes it."""
+
+    close = release
 
     def stats_snapshot(self) -> dict[str, Any]:
         """Return the counters, as mlx-vlm's server shows them."""
@@ -103,9 +105,6 @@ class Manager:
         self.prompts.trim_to(n_sequences=0, n_bytes=0)
         self.reset_stats()
 
-    def close(self) -> None:
-        """Do nothing: who made the store of the prompts closes it."""
-
 
 class Coordinator(apc_coordinator.APCCoordinator):
     """mlx-vlm's `APCCoordinator` on a `Manager`. Any prefix of a dense model is found, not whole blocks alone."""
@@ -116,13 +115,10 @@ class Coordinator(apc_coordinator.APCCoordinator):
         super().__init__(manager, model)
         self._lookups: OrderedDict[int, tuple[bytes, int]] = OrderedDict()
 
-    def prepare_prefill(
-        self, prompt_lengths: Any, *, prefill_step_size: int | None = None, prefix_lengths: Any = None
-    ) -> None:
-        """Do nothing: the budget of the prompts holds at all times."""
+    def prepare_prefill(self, *arguments: Any, **options: Any) -> None:
+        """Do nothing: the budget of the prompts holds at all times, and a hit holds no blocks."""
 
-    def observe_cache(self, prompt_cache: Any, token_count: int, *, batch_size: int = 1) -> None:
-        """Do nothing, as `prepare_prefill`."""
+    observe_cache = release_hit = prepare_prefill
 
     def lookup(
         self,
@@ -237,9 +233,6 @@ class Coordinator(apc_coordinator.APCCoordinator):
                 keys, values = keys[batch_idx : batch_idx + 1], values[batch_idx : batch_idx + 1]
             row.append(_cache(keys, values))
         return self.manager.store_exact_cache(token_ids, row, extra_hash)
-
-    def release_hit(self, hit: dict[str, Any] | None) -> None:
-        """Do nothing: a hit holds no blocks."""
 
 
 def install(prompts: PromptCache) -> Manager:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -22,23 +22,24 @@ Tokens = list[int] | np.ndarray
 class CachedSequence:
     """An inserted sequence: an open row of the pool, and the caches that are valid at its end only.
 
-    `parent` is its last full block (or the root), `tail` the tokens behind it. `can_cut`: a shorter prefix can be made
-    of it. Until `until` it is kept with `priority`.
+    `parent` is its last full block (or the root), `tail` the tokens behind it. Until `until` it is kept with
+    `priority`.
     """
 
     layout: CacheLayout
-    handle: int
-    parent: int | bytes
-    length: int
-    tail: list[int]
-    kind: str
-    kept: list[Any]
-    kept_nbytes: int
-    nbytes: int
-    extra: Any
-    can_cut: bool
+    root: bytes
+    kind: str = TYPES[0]
+    extra: Any = None
     priority: int = 0
     until: float = 0.0
+    handle: int = -1
+    parent: int | bytes = b""
+    length: int = 0
+    tail: list[int] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    kept_nbytes: int = 0
+    nbytes: int = 0
+    can_cut: bool = True  # a shorter prefix can be made of it
 
     def priority_at(self, now: float) -> int:
         """Return how late it leaves: 0 unless it is kept."""
@@ -71,14 +72,14 @@ def first(sequences: Iterable[CachedSequence], now: float) -> CachedSequence | N
 
 
 def oldest(
-    order: dict[str, OrderedDict[int, CachedSequence]], now: float, but: CachedSequence | None = None
+    order: dict[str, OrderedDict[CachedSequence, None]], now: float, but: CachedSequence | None = None
 ) -> CachedSequence:
     """Return the sequence that leaves first, of those of the lowest priority: its type is not rarer than the next one.
 
     `order` has those of each type, in the order of use, `but` is passed over. At the time `inf` nothing is kept.
     """
     orders = list(order.values())
-    firsts = [first((one for one in each.values() if one is not but), now) for each in orders]
+    firsts = [first((one for one in each if one is not but), now) for each in orders]
     lowest = min(one.priority_at(now) for one in firsts if one)
     found = [one if one and one.priority_at(now) == lowest else None for one in firsts]
     for one, (own, following) in zip(found, pairwise(orders), strict=False):

@@ -53,7 +53,7 @@ class Cached:
 
 def rule_of_before(order):
     """The sequence that leaves first where nothing is kept."""
-    orders = [list(each.values()) for each in order.values()]
+    orders = [list(each) for each in order.values()]
     for each, following in pairwise(orders):
         if each and len(each) >= len(following):
             return each[0]

@@ -328,7 +328,7 @@ def rows_of(prompts: PromptCache) -> list[mx.array]:
 def held_nbytes(prompts: PromptCache) -> int:
     """Bytes of every array that a cache holds, and of their index, counted anew."""
     held = [row.nbytes for row in rows_of(prompts) if row.nbytes]
-    ends = [one for order in prompts._order.values() for one in order.values()]
+    ends = [one for order in prompts._order.values() for one in order]
     kept = sum(cache.nbytes for one in ends for cache in one.kept)
     return sum(held) + kept + INDEX_NBYTES * (len(held) + sum(one.layout.has_arrays for one in ends))
 
