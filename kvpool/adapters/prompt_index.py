@@ -54,7 +54,7 @@ class BlockIndex:
         self._is_end = np.zeros(num_blocks, bool)
         self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
         self._parents: dict[int, int | bytes] = {}
-        self._after: dict[int | bytes, int | dict[int, None]] = {}  # one block, or some
+        self._after: dict[int | bytes, list[int]] = {}
 
     @property
     def num_idle(self) -> int:
@@ -70,10 +70,9 @@ class BlockIndex:
 
     def nearest(self, parent: int | bytes, behind: list[int]) -> tuple[int, int]:
         """Return the block behind `parent` that begins with the most of these tokens, and how many these are."""
-        after = self._after.get(parent)
-        if after is None or not behind:
+        blocks = self._after.get(parent)
+        if blocks is None or not behind:
             return -1, 0
-        blocks = [after] if isinstance(after, int) else list(after)
         same = self._tokens[blocks, : len(behind)] == behind
         counts = np.where(same.all(axis=1), len(behind), same.argmin(axis=1))
         best = int(counts.argmax())
@@ -110,12 +109,8 @@ class BlockIndex:
             self._tokens[new] = tokens.reshape(-1, BLOCK)
             self.rows[new] = np.fromiter(rows, object, len(rows))
             self._parents.update(zip(new, [parent, *new[:-1]], strict=True))
-            after = self._after.setdefault(parent, new[0])
-            if isinstance(after, dict):
-                after[new[0]] = None
-            elif after != new[0]:
-                self._after[parent] = {after: None, new[0]: None}
-            self._after.update(pairwise(new))
+            self._after.setdefault(parent, []).append(new[0])
+            self._after.update((block, [following]) for block, following in pairwise(new))
             self.nbytes += sum(map(self.nbytes_of, new))
         return blocks
 
@@ -153,10 +148,9 @@ class BlockIndex:
             self.nbytes -= self.nbytes_of(block)
             self.rows[block] = None
             self.extras.pop(block, None)
-            parent = self._parents.pop(block)
-            after = self._after.get(parent)
-            if isinstance(after, dict) and len(after) > 1:
-                after.pop(block, None)
-            elif after == block or (isinstance(after, dict) and block in after):
-                del self._after[parent]
+            after = self._after.get(parent := self._parents.pop(block), [])
+            if block in after:
+                after.remove(block)
+                if not after:
+                    del self._after[parent]
             self._after.pop(block, None)
