@@ -43,7 +43,7 @@ from kvpool.adapters.dense_caches import (
     shared,
 )
 from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex
-from kvpool.adapters.prompt_order import TYPES, CachedSequence, Tokens, first, listed, oldest
+from kvpool.adapters.prompt_order import TYPES, CachedSequence, Tokens, first, oldest
 from kvpool.adapters.prompt_store import PromptStore, Rows
 from kvpool.retention import Keep
 from kvpool.store import BlockStore
@@ -734,7 +734,7 @@ def _outside(length: int, spans: Spans) -> int:
 
 def _behind(known: Tokens, count: int) -> list[int]:
     """Return the tokens of the block behind so many."""
-    return listed(known[BLOCK * count : BLOCK * (count + 1)])
+    return list(known[BLOCK * count : BLOCK * (count + 1)])
 
 
 def _common(a: list[int], b: list[int]) -> int:

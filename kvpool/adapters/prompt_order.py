@@ -52,12 +52,7 @@ class CachedSequence:
 
     def is_prefix_of(self, known: Tokens) -> bool:
         """Whether a prompt that has its whole blocks begins with it."""
-        return self.tail == listed(known[self.length - len(self.tail) : self.length])
-
-
-def listed(tokens: Tokens) -> list[int]:
-    """Return tokens as a list."""
-    return tokens if isinstance(tokens, list) else tokens.tolist()
+        return self.tail == list(known[self.length - len(self.tail) : self.length])
 
 
 def first(sequences: Iterable[CachedSequence], now: float) -> CachedSequence | None:

@@ -102,7 +102,7 @@ class PromptStore:
         if self._has_ends and least:
             self.store.touch(self._names(known, [least], prefix_keys(known[:least], BLOCK, namespace)))
         blocks = blocks[begin // BLOCK :]
-        if self.layout.row_nbytes and len(blocks):
+        if self.layout.row_nbytes:
             reach += BLOCK * leading(self.store.lookup(blocks))
         if not self._has_ends:
             rows = self._rows(blocks[: (reach - begin) // BLOCK]) if reach > least else []
@@ -133,8 +133,6 @@ class PromptStore:
 
     def _rows(self, blocks: Blocks) -> list[mx.array]:
         """Load blocks up to the first one that is missing."""
-        if not len(blocks):
-            return []
         rows = np.empty((len(blocks), BLOCK * self.layout.row_nbytes), np.uint8)
         return [_as_row(row) for row in rows[: leading(self.store.load(blocks, rows))]]
 
