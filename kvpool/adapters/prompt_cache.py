@@ -13,10 +13,10 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -42,13 +42,15 @@ from kvpool.adapters.dense_caches import (
     rows_of,
     shared,
 )
-from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex
-from kvpool.adapters.prompt_order import TYPES, CachedSequence, Tokens, first, oldest
+from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex, CachedSequence, Tokens
 from kvpool.adapters.prompt_store import PromptStore, Rows
 from kvpool.retention import Keep
 from kvpool.store import BlockStore
 
 __all__ = ["TYPES", "Fetched", "PromptCache", "register_cache"]
+
+TYPES = ("assistant", "user", "system")
+"""Types of sequences, as in mlx-lm: what leaves first where `max_size` or `trim_to` counts them."""
 
 _MAX_TOKEN = 2**30 - 1  # numbers above stand for media
 _MAX_ATOM = 2**31 - 1
@@ -578,10 +580,7 @@ class PromptCache:
 
     def _publish(self, one: CachedSequence, known: np.ndarray, rows: list[mx.array], media_end: int) -> None:
         """Make a sequence known: an open row of the pool whose first blocks are known, and the rows of the others."""
-        blocks = self._index.put(one.root, one.handle, known, rows)
-        full = len(known) // BLOCK
-        one.parent = blocks[full - 1] if full else one.root
-        self._index.end(one.parent, one)
+        blocks = self._index.put(one, known, rows)
         self._order[one.kind][one] = None
         self._reserve(one.nbytes, one.kept_nbytes)
         if one.extra is not None and one.layout.is_dense:
@@ -632,14 +631,12 @@ class PromptCache:
         left = -(-one.length // BLOCK) - count
         if left <= 0 or not one.layout.is_dense or not one.priority_at(self._now):
             self._drop(one)
-            return
-        self._index.close(one.handle, one.parent, one, left)
-        one.length, one.parent, one.tail = BLOCK * left, int(self._index.pool.table(one.handle)[-1]), []
-        self._index.end(one.parent, one)
+        else:
+            self._index.drop(one, left)
 
     def _drop(self, one: CachedSequence) -> None:
         """Close a sequence: its whole blocks stay until something else needs their room."""
-        self._index.close(one.handle, one.parent, one)
+        self._index.drop(one)
         del self._order[one.kind][one]
         self._reserve(-one.nbytes, -one.kept_nbytes)
 
@@ -747,3 +744,31 @@ def _caches(found: _Hit | None) -> Fetched:
     hit = Fetched((caches_of(found.layout, found.rows, found.kept, found.length), found.length))
     hit.extra = found.extra
     return hit
+
+
+def first(sequences: Iterable[CachedSequence], now: float) -> CachedSequence | None:
+    """Return the first one that is not kept, or else the first one of the lowest priority."""
+    best: CachedSequence | None = None
+    for one in sequences:
+        if not one.priority_at(now):
+            return one
+        if best is None or one.priority < best.priority:
+            best = one
+    return best
+
+
+def oldest(
+    order: dict[str, OrderedDict[CachedSequence, None]], now: float, but: CachedSequence | None = None
+) -> CachedSequence:
+    """Return the sequence that leaves first, of those of the lowest priority: its type is not rarer than the next one.
+
+    `order` has those of each type, in the order of use, `but` is passed over. At the time `inf` nothing is kept.
+    """
+    orders = list(order.values())
+    firsts = [first((one for one in each if one is not but), now) for each in orders]
+    lowest = min(one.priority_at(now) for one in firsts if one)
+    found = [one if one and one.priority_at(now) == lowest else None for one in firsts]
+    for one, (own, following) in zip(found, pairwise(orders), strict=False):
+        if one and len(own) >= len(following):
+            return one
+    return next(one for one in reversed(found) if one)
