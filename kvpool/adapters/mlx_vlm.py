@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -36,6 +36,7 @@ class Manager:
         self.exact_cache_guard_tokens = max(1, checkpoint_guard_tokens)
         self.lock = threading.RLock()
         self.stats = apc.APCStats()
+        self.memory_plan = apc_coordinator.PrefillMemoryPlan()  # of no prompt: nothing is reserved
 
     def coordinator(self, model: Any) -> Coordinator:
         """Return a coordinator for a model."""
@@ -84,8 +85,10 @@ class Manager:
         self.store_exact_cache(token_ids, row, extra_hash)
         return []
 
-    def release(self, blocks: Iterable[Any]) -> None:
-        """Do nothing: a hit holds no blocks."""
+    def release(self, blocks: Iterable[Any] = ()) -> None:
+        """Do nothing: a hit holds no blocks, and who made the store of the prompts closes it."""
+
+    close = release
 
     def stats_snapshot(self) -> dict[str, Any]:
         """Return the counters, as mlx-vlm's server shows them."""
@@ -103,9 +106,6 @@ class Manager:
         self.prompts.trim_to(n_sequences=0, n_bytes=0)
         self.reset_stats()
 
-    def close(self) -> None:
-        """Do nothing: who made the store of the prompts closes it."""
-
 
 class Coordinator(apc_coordinator.APCCoordinator):
     """mlx-vlm's `APCCoordinator` on a `Manager`. Any prefix of a dense model is found, not whole blocks alone."""
@@ -116,43 +116,21 @@ class Coordinator(apc_coordinator.APCCoordinator):
         super().__init__(manager, model)
         self._lookups: OrderedDict[int, tuple[bytes, int]] = OrderedDict()
 
-    def prepare_prefill(
-        self, prompt_lengths: Any, *, prefill_step_size: int | None = None, prefix_lengths: Any = None
-    ) -> None:
+    def prepare_prefill(self, *arguments: Any, **options: Any) -> None:
         """Do nothing: the budget of the prompts holds at all times."""
 
-    def observe_cache(self, prompt_cache: Any, token_count: int, *, batch_size: int = 1) -> None:
-        """Do nothing, as `prepare_prefill`."""
+    observe_cache = prepare_prefill
 
-    def lookup(
-        self,
-        token_ids: Sequence[int],
-        *,
-        extra_hash: int,
-        safe_lookup_min: int,
-        suffix_is_text_only: Callable[[int], bool],
-        prefix_has_media: Callable[[int], bool],
-    ) -> dict[str, Any] | None:
+    def lookup(self, token_ids: Sequence[int], *, extra_hash: int, **rules: Any) -> dict[str, Any] | None:
         """Return the longest known prefix of a prompt that has all its media. `extra_hash` says what these are."""
-        if not self.enabled or len(token_ids) < 2:
+        if not self.enabled:
             return None
-        caches, length = self.manager.lookup_exact_cache(
-            token_ids, extra_hash=extra_hash, min_prefix_tokens=safe_lookup_min
-        )
+        hit = apc.apc_lookup_plan(self.manager, token_ids, extra_hash=extra_hash, apc_mode="exact", **rules)
         with self.manager.lock:
-            self._lookups[_key(token_ids)] = _namespace(extra_hash), length
+            self._lookups[_key(token_ids)] = _namespace(extra_hash), hit["prefix_len"] if hit else 0
             if len(self._lookups) > _MAX_LOOKUPS:
                 self._lookups.popitem(last=False)
-        if caches is None or not suffix_is_text_only(length):
-            return None
-        return {
-            "matched_blocks": [],
-            "warm_cache": caches,
-            "prefix_len": length,
-            "extra_hash": extra_hash,
-            "full_input_ids": list(token_ids),
-            "cache_plan": self.plan,
-        }
+        return hit and {**hit, "cache_plan": self.plan}
 
     def checkpoint_lengths(self, token_ids: Sequence[int], media_token_ids: set[int]) -> list[int]:
         """Return where to store a checkpoint: where `PromptCache.wanted` says, and before the last tokens."""
@@ -172,32 +150,12 @@ class Coordinator(apc_coordinator.APCCoordinator):
         self, hit: dict[str, Any], *, min_capacity_tokens: int, kv_quant_config: dict[str, Any] | None = None
     ) -> list[Any]:
         """Return the caches of a hit, quantized as the request wants them."""
-        caches: list[Any] = hit["warm_cache"]
         if kv_quant_config is not None and not self.is_checkpoint:
-            keys, values = zip(*map(apc.layer_kv_for_apc, caches), strict=True)
+            keys, values = zip(*map(apc.layer_kv_for_apc, hit["warm_cache"]), strict=True)
             caches = apc.make_warm_kv_cache_from_layers(keys, values, hit["prefix_len"], kv_quant_config)
-        with self.manager.lock:
-            self.manager.stats.restored_tokens += hit["prefix_len"]
-        return caches
-
-    def merge_rows(
-        self,
-        picks: Sequence[dict[str, Any] | None],
-        prefix_lens: Sequence[int],
-        *,
-        kv_quant_config: dict[str, Any] | None = None,
-    ) -> tuple[list[Any] | None, int]:
-        """Return one batch of rows with and without hits, and the longest prefix."""
-        if self.is_checkpoint:
-            rows = [self.fresh_cache() if pick is None else pick["warm_cache"] for pick in picks]
-            caches, most = apc.make_warm_batch_exact_cache_multi(rows, prefix_lens, kv_quant_config=kv_quant_config)
-        else:
-            layers = len(self.plan.components)
-            caches, most = apc.make_warm_batch_kv_cache_multi(list(picks), layers, kv_quant_config=kv_quant_config)
-        if caches is not None:
-            with self.manager.lock:
-                self.manager.stats.restored_tokens += sum(prefix_lens)
-        return caches, most
+            hit = {**hit, "warm_cache": caches}
+        found: list[Any] = super().materialize_single(hit, min_capacity_tokens=min_capacity_tokens)
+        return found
 
     def store_checkpoint(
         self,
@@ -212,34 +170,6 @@ class Coordinator(apc_coordinator.APCCoordinator):
             return False
         row = apc.snapshot_prompt_cache_row(prompt_cache, batch_idx or 0, clone=False)
         return row is not None and self.manager.store_exact_cache(token_ids, row, extra_hash)
-
-    def commit(
-        self,
-        prompt_cache: Sequence[Any],
-        token_ids: Sequence[int],
-        *,
-        batch_idx: int | None = None,
-        extra_hash: int = 0,
-        skip_first_n_tokens: int = 0,
-        blocks_in_use: Sequence[Any] = (),
-    ) -> bool:
-        """Insert what a model has computed of one sequence. Keys and values are inserted as floats."""
-        if not self.enabled:
-            return False
-        if self.is_checkpoint:
-            return self.store_checkpoint(token_ids, prompt_cache, batch_idx=batch_idx, extra_hash=extra_hash)
-        row = []
-        for cache in prompt_cache:
-            keys, values = apc.layer_kv_for_apc(cache, batch_idx)
-            if keys is None:
-                return False
-            if batch_idx is not None and keys.shape[0] > 1:
-                keys, values = keys[batch_idx : batch_idx + 1], values[batch_idx : batch_idx + 1]
-            row.append(_cache(keys, values))
-        return self.manager.store_exact_cache(token_ids, row, extra_hash)
-
-    def release_hit(self, hit: dict[str, Any] | None) -> None:
-        """Do nothing: a hit holds no blocks."""
 
 
 def install(prompts: PromptCache) -> Manager:

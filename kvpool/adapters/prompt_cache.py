@@ -13,10 +13,10 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -42,13 +42,15 @@ from kvpool.adapters.dense_caches import (
     rows_of,
     shared,
 )
-from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex
-from kvpool.adapters.prompt_order import TYPES, CachedSequence, Tokens, first, listed, oldest
-from kvpool.adapters.prompt_store import PromptStore
+from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex, CachedSequence, Tokens
+from kvpool.adapters.prompt_store import PromptStore, Rows
 from kvpool.retention import Keep
 from kvpool.store import BlockStore
 
 __all__ = ["TYPES", "Fetched", "PromptCache", "register_cache"]
+
+TYPES = ("assistant", "user", "system")
+"""Types of sequences, as in mlx-lm: what leaves first where `max_size` or `trim_to` counts them."""
 
 _MAX_TOKEN = 2**30 - 1  # numbers above stand for media
 _MAX_ATOM = 2**31 - 1
@@ -60,6 +62,11 @@ _CALLS = 512  # at the same time
 _PATIENCE = 0.01  # seconds that a fetch waits for an insertion that begins with the same tokens
 _GUARD = 16  # tokens at the end of a prompt that the next turn may rewrite, as in docs/prefix.md
 _log = logging.getLogger(__name__)
+
+Media = Sequence[tuple[int, int, Hashable]]
+"""Spans of images and other media: start, stop, digest."""
+
+Spans = list[tuple[int, int]]
 
 
 class Fetched(tuple[Any, int]):
@@ -76,11 +83,10 @@ class _Hit(NamedTuple):
 
     length: int
     layout: CacheLayout
-    blocks: np.ndarray
+    rows: list[mx.array]
     sequence: CachedSequence | None
-    rows: list[mx.array] = []  # noqa: RUF012
-    kept: list[Any] = []  # noqa: RUF012
-    extra: Any = None
+    kept: list[Any]
+    extra: Any
 
 
 class PromptCache:
@@ -136,7 +142,7 @@ class PromptCache:
         self._coming: list[Sequence[int]] = []  # how the sequences begin that are being inserted
         self._index: BlockIndex  # from the first layout on
         self._layouts: dict[CacheLayout, bytes] = {}
-        self._order: dict[str, OrderedDict[int, CachedSequence]] = {kind: OrderedDict() for kind in TYPES}
+        self._order: dict[str, OrderedDict[CachedSequence, None]] = {kind: OrderedDict() for kind in TYPES}
         self._nbytes = 0  # of sequences and insertions, not of blocks
         self._kept_nbytes = 0
         self._spacing = 1
@@ -147,13 +153,7 @@ class PromptCache:
     # -------------------------------------------------------------------------------------- fetch and insert
 
     def fetch(
-        self,
-        tokens: Sequence[int],
-        namespace: bytes = b"",
-        *,
-        media: Sequence[tuple[int, int, Hashable]] = (),
-        take: bool = False,
-        load: bool = True,
+        self, tokens: Sequence[int], namespace: bytes = b"", *, media: Media = (), take: bool = False, load: bool = True
     ) -> Fetched:
         """Return caches with the longest prefix of a prompt that is known, and its length.
 
@@ -177,11 +177,7 @@ class PromptCache:
         return _caches(self._find(tokens, namespace, media, take=take, load=load))
 
     def fetch_many(
-        self,
-        prompts: Sequence[Sequence[int]],
-        namespace: bytes = b"",
-        *,
-        media: Sequence[Sequence[tuple[int, int, Hashable]]] | None = None,
+        self, prompts: Sequence[Sequence[int]], namespace: bytes = b"", *, media: Sequence[Media] | None = None
     ) -> tuple[list[Any] | None, list[int]]:
         """Return batches of caches with a row for each prompt, and the lengths of the prefixes in them.
 
@@ -201,9 +197,7 @@ class PromptCache:
         rows = [_caches(one)[0] if one else empty_of(first.layout, first.kept) for one in found]
         return [type(caches[0]).merge(list(caches)) for caches in zip(*rows, strict=True)], lengths
 
-    def promote(
-        self, tokens: Sequence[int], namespace: bytes = b"", *, media: Sequence[tuple[int, int, Hashable]] = ()
-    ) -> Future[int]:
+    def promote(self, tokens: Sequence[int], namespace: bytes = b"", *, media: Media = ()) -> Future[int]:
         """Bring the longest prefix of a prompt from the store in the background.
 
         The result is its length in memory. A server polls ``done()``, and fetches with ``load=False`` meanwhile.
@@ -221,7 +215,7 @@ class PromptCache:
         caches: Sequence[Any],
         namespace: bytes = b"",
         *,
-        media: Sequence[tuple[int, int, Hashable]] = (),
+        media: Media = (),
         cache_type: str = "assistant",
         extra: Any = None,
         keep: Keep | None = None,
@@ -245,8 +239,8 @@ class PromptCache:
             as ``fetch(...).extra`` with a prefix that has all media of the sequence. A store does not have it.
         keep : Keep, optional
             For `ttl` seconds the sequence leaves after all that is not kept, the lowest priority first. With fewer
-            `tokens` than the sequence has, only its beginning is kept, in whole blocks, if every cache has a row per
-            token; else nothing is.
+            `tokens` than the sequence has, only that beginning is kept: its whole blocks if every cache has a row per
+            token, else the longest prefix of it that `fetch` finds now.
 
         Raises
         ------
@@ -279,13 +273,7 @@ class PromptCache:
         self.insert(tokens, prompt_cache, self._namespace(model), cache_type=cache_type)
 
     def wanted(
-        self,
-        tokens: Sequence[int],
-        n: int = 0,
-        step: int = 2048,
-        namespace: bytes = b"",
-        *,
-        media: Sequence[tuple[int, int, Hashable]] = (),
+        self, tokens: Sequence[int], n: int = 0, step: int = 2048, namespace: bytes = b"", *, media: Media = ()
     ) -> list[int]:
         """Return where to end a chunk of the prefill and `insert`, ascending.
 
@@ -305,7 +293,7 @@ class PromptCache:
         """
         known, spans = self._known("wanted", tokens, media)
         with self._lock:
-            paths = {each: len(self._index.path(self._root(each, namespace), known)) for each in self._layouts}
+            paths = {each: len(self._index.path(name + namespace, known)) for each, name in self._layouts.items()}
             spacing = 1 << (max(step, self._spacing, 1) - 1).bit_length()
         if any(paths.values()) and not any(paths[each] for each in paths if each.needs_ends):
             return []
@@ -363,7 +351,7 @@ class PromptCache:
             stats = {}
             for kind, order in self._order.items():
                 nbytes = 0
-                for one in order.values():
+                for one in order:
                     fresh = set(self._index.pool.table(one.handle).tolist()) - seen
                     seen |= fresh
                     nbytes += one.nbytes + sum(map(self._index.nbytes_of, fresh))
@@ -376,14 +364,14 @@ class PromptCache:
         self,
         tokens: Sequence[int],
         namespace: bytes,
-        media: Sequence[tuple[int, int, Hashable]] = (),
+        media: Media = (),
         *,
         whole: bool = False,
         take: bool = False,
         load: bool = True,
     ) -> _Hit | None:
         known: Any = tokens
-        spans: list[tuple[int, int]] = []
+        spans: Spans = []
         stored = self._stored if load else None
         is_plain = isinstance(tokens, (list, np.ndarray)) and not (media or self._atoms or stored)
         if not is_plain or not self._layouts:
@@ -402,36 +390,31 @@ class PromptCache:
                 hit = self._longest(known, namespace, spans, whole)
             if hit is None:
                 return None
-            one, layout = hit.sequence, hit.layout
-            rows = self._index.rows.take(hit.blocks).tolist()
-            media_end, extra = self._index.extras.get(int(hit.blocks[-1]), (0, None)) if rows else (0, None)
-            if hit.length < media_end:
-                extra = None
-            kept = [] if layout.is_dense or one is None else one.kept
-            excess = one.length - hit.length if kept and one is not None else 0
+            one = hit.sequence
             if one is not None:
-                self._order[one.kind].move_to_end(id(one))
-                extra = one.extra if kept else extra
+                self._order[one.kind].move_to_end(one)
                 if take and one.length == hit.length and not one.priority_at(self._clock()):
                     self._drop(one)
-        kept = [copied(cache, shared, role) for cache, role in zip(kept, layout.roles, strict=True)] if kept else kept
-        for cache in kept if excess else ():
-            cache.trim(excess)
-        return _Hit(hit.length, layout, hit.blocks, one, rows, kept, extra)
+        kept = [copied(cache, shared, role) for cache, role in zip(hit.kept, hit.layout.roles, strict=True)]
+        if one is not None and one.length > hit.length:
+            for cache in kept:
+                cache.trim(one.length - hit.length)
+        return hit._replace(kept=kept)
 
     def _load(self, stored: PromptStore, known: np.ndarray, namespace: bytes) -> None:
         """Insert the part of a prompt that the store has and the cache lacks. Other calls do not wait for the store."""
         with self._lock:
             hit = self._longest(known, namespace, [], False)
-            begin = BLOCK * len(self._begun(stored.layout).path(self._root(stored.layout, namespace), known))
+            one = CachedSequence(stored.layout, self._root(stored.layout, namespace))
+            begin = BLOCK * len(self._index.path(one.root, known))
         found = stored.longest(known, begin, 0 if hit is None else hit.length, namespace)
         if found is not None:
             length, loaded, kept = found
             have = min(begin, length // BLOCK * BLOCK)
             rows = lambda first, end: iter(loaded[(first - have) // BLOCK :])  # noqa: E731
-            self._insert(stored.layout, known[:length], rows, kept, namespace, have)
+            self._insert(one, known[:length], rows, kept, have)
 
-    def _longest(self, known: Tokens, namespace: bytes, spans: list[tuple[int, int]], whole: bool) -> _Hit | None:
+    def _longest(self, known: Tokens, namespace: bytes, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of all layouts. With `whole` no token is left where a sequence ends with the last."""
         best: _Hit | None = None
         for layout, name in self._layouts.items():
@@ -441,9 +424,7 @@ class PromptCache:
                 best = hit
         return best
 
-    def _cut(
-        self, layout: CacheLayout, root: bytes, known: Tokens, spans: list[tuple[int, int]], whole: bool
-    ) -> _Hit | None:
+    def _cut(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
         blocks = self._index.path(root, known)
         parent = int(blocks[-1]) if len(blocks) else root
@@ -458,11 +439,14 @@ class PromptCache:
         near = ends.get(int(blocks[full - 1]) if full else root, ())
         ended = (one for one in near if one.length <= length and one.is_prefix_of(known))
         used = max(ended, key=lambda one: one.length, default=None)
-        return _Hit(length, layout, blocks[: -(-length // BLOCK)], used) if length else None
+        if not length:
+            return None
+        blocks = blocks[: -(-length // BLOCK)]
+        rows = self._index.rows.take(blocks).tolist()
+        media_end, extra = self._index.extras.get(int(blocks[-1]), (0, None))
+        return _Hit(length, layout, rows, used, [], extra if length >= media_end else None)
 
-    def _ended(
-        self, layout: CacheLayout, root: bytes, known: Tokens, spans: list[tuple[int, int]], whole: bool
-    ) -> _Hit | None:
+    def _ended(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of a sequence that is kept whole."""
         blocks = self._index.path(root, known)
         best, length = None, 0
@@ -474,7 +458,8 @@ class PromptCache:
                 best, length = one, reach
         if best is None:
             return None
-        return _Hit(length, layout, self._index.pool.table(best.handle)[: -(-length // BLOCK)], best)
+        rows = self._index.rows.take(self._index.pool.table(best.handle)[: -(-length // BLOCK)]).tolist()
+        return _Hit(length, layout, rows, best, best.kept, best.extra)
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -483,7 +468,7 @@ class PromptCache:
         tokens: Sequence[int],
         caches: Sequence[Any],
         namespace: bytes,
-        media: Sequence[tuple[int, int, Hashable]],
+        media: Media,
         kind: str,
         extra: Any,
         keep: Keep | None,
@@ -499,103 +484,104 @@ class PromptCache:
             _log.warning("[insert] caches of %s tokens, %d tokens given: nothing is kept", sorted(places), len(known))
             return False
         evaluate(leaves)
-        known, kept = known[:length], layout.kept_of(leaves)
-        rows = partial(rows_of, layout, leaves)
-        if keep is not None and keep.tokens is not None and keep.tokens < length:
-            beginning = known[: keep.tokens // BLOCK * BLOCK]
-            if layout.is_dense and len(beginning):  # a sequence of its own
-                self._insert(layout, beginning, rows, (), namespace, kind=kind, keep=keep)
-            keep = None
-        is_kept = self._insert(layout, known, rows, kept, namespace, 0, kind, extra, spans, keep)
-        if self._stored is None or not is_kept:
-            return is_kept
-        if layout != self._stored.layout:
+        known, kept, rows = known[:length], layout.kept_of(leaves), partial(rows_of, layout, leaves)
+        one = CachedSequence(layout, self._root(layout, namespace), kind, extra)
+        if keep is not None and (keep.tokens or length) < length:
+            self._keep_beginning(one, known[: keep.tokens], rows, namespace, spans, keep)
+        elif keep is not None:
+            one.priority, one.until = keep.priority, self._clock() + keep.ttl
+        if not self._insert(one, known, rows, kept, media_end=max((stop for _, stop in spans), default=0)):
+            return False
+        if self._stored is not None:
             layout = layout_of(leaves, tree, windows=False)
-        if layout != self._stored.layout:
-            warnings.warn("[insert] caches of another layout than the store's are not stored", stacklevel=2)
-            return is_kept
-        text = known[: min((start for start, _ in spans), default=length)]
-        kept = layout.kept_of(leaves)
-        self._stored.put(text, partial(rows_of, layout, leaves), None if spans else kept, namespace)
-        return is_kept
+            if layout == self._stored.layout:
+                text = known[: min((start for start, _ in spans), default=length)]
+                kept = layout.kept_of(leaves)
+                self._stored.put(text, partial(rows_of, layout, leaves), None if spans else kept, namespace)
+            else:
+                warnings.warn("[insert] caches of another layout than the store's are not stored", stacklevel=3)
+        return True
+
+    def _keep_beginning(
+        self, whole: CachedSequence, known: np.ndarray, rows: Rows, namespace: bytes, spans: Spans, keep: Keep
+    ) -> None:
+        """Keep the whole blocks of a beginning as a sequence of their own, or else the sequence that ends last in it.
+
+        Without a row per token only what is known already can be found, such as a window that had not turned.
+        """
+        layout, length, have, until = whole.layout, len(known), 0, self._clock() + keep.ttl
+        with self._lock:
+            if not layout.is_dense:
+                hit = self._longest(known, namespace, spans, whole=True)
+                if hit is None:
+                    return
+                if hit.kept and hit.sequence is not None:
+                    return hit.sequence.keep(keep.priority, until, self._clock())
+                layout, length, have = hit.layout, hit.length, hit.length // BLOCK * BLOCK
+                rows = lambda begin, end: iter(())  # noqa: E731
+            one = CachedSequence(layout, self._root(layout, namespace), whole.kind, None, keep.priority, until)
+        if length >= BLOCK:
+            self._insert(one, known[: length // BLOCK * BLOCK], rows, (), have)
 
     def _insert(
-        self,
-        layout: CacheLayout,
-        known: np.ndarray,
-        rows: Callable[[int, int], Iterator[mx.array]],
-        kept: Sequence[Any],
-        namespace: bytes,
-        have: int = 0,
-        kind: str = "assistant",
-        extra: Any = None,
-        spans: Sequence[tuple[int, int]] = (),
-        keep: Keep | None = None,
+        self, one: CachedSequence, known: np.ndarray, rows: Rows, kept: Sequence[Any], have: int = 0, media_end: int = 0
     ) -> bool:
         """Make a sequence of tokens, of which ``rows(begin, end)`` has those from `have` on. False: there is no room.
 
         Room is taken first. Then rows and caches are copied, while other calls go on. Then all of it is made known.
         """
-        kept_nbytes = sum(map(nbytes_of, kept, layout.roles))
-        own = kept_nbytes + (INDEX_NBYTES if layout.has_arrays else 0)
+        layout, index = one.layout, self._index
+        one.kept_nbytes = sum(map(nbytes_of, kept, layout.roles))
+        one.nbytes = one.kept_nbytes + (INDEX_NBYTES if layout.has_arrays else 0)
         block_nbytes = BLOCK * layout.row_nbytes + (INDEX_NBYTES if layout.row_nbytes else 0)
         with self._lock:
             self._now = self._clock()
-            index, root = self._begun(layout), self._root(layout, namespace)
-            handle = index.open(root, known)
-            begin, length = index.pool.num_tokens(handle), len(known)
-            most = index.pool.num_blocks
+            handle = index.open(one.root, known)
+            begin, length, most = index.pool.num_tokens(handle), len(known), index.pool.num_blocks
             if block_nbytes:
-                most = min(most, max(0, self.max_bytes - own) // block_nbytes)
+                most = min(most, max(0, self.max_bytes - one.nbytes) // block_nbytes)
             if length > BLOCK * most and layout.is_dense:
                 length = max(begin, BLOCK * most)
             count = -(-(length - begin) // BLOCK)
-            nbytes = own + layout.row_nbytes * (length - begin) + (INDEX_NBYTES * count if block_nbytes else 0)
-            fits = begin >= have and length <= BLOCK * most and own <= self.max_bytes
-            if not (fits and (length or not len(known)) and self._make_room(nbytes, count, kept_nbytes)):
+            nbytes = one.nbytes + layout.row_nbytes * (length - begin) + (INDEX_NBYTES * count if block_nbytes else 0)
+            fits = begin >= have and length <= BLOCK * most and one.nbytes <= self.max_bytes
+            if not (fits and (length or not len(known)) and self._make_room(nbytes, count, one.kept_nbytes)):
                 index.close(handle)
                 return False
-            self._reserve(nbytes, kept_nbytes)
+            self._reserve(nbytes, one.kept_nbytes)
         try:
             copies = list(islice(rows(begin, length), count)) if block_nbytes else [mx.array([], mx.uint64)] * count
-            ours = [copied(cache, owned, role) for cache, role in zip(kept, layout.roles, strict=True)]
+            one.kept = [copied(cache, owned, role) for cache, role in zip(kept, layout.roles, strict=True)]
         except BaseException:
             with self._lock:
-                self._reserve(-nbytes, -kept_nbytes)
+                self._reserve(-nbytes, -one.kept_nbytes)
                 index.close(handle)
             raise
+        known = known[:length]
         with self._lock:
-            self._reserve(-nbytes, -kept_nbytes)
-            later = index.open(root, known[:length])  # what others have inserted meanwhile
+            self._reserve(-nbytes, -one.kept_nbytes)
+            one.handle, one.length = index.open(one.root, known), length  # with what others have inserted meanwhile
             index.close(handle)
-            handle, copies = later, copies[(index.pool.num_tokens(later) - begin) // BLOCK :]
-            if not self._make_room(nbytes, len(copies), kept_nbytes):
-                index.close(handle)
+            copies = copies[(index.pool.num_tokens(one.handle) - begin) // BLOCK :]
+            if not self._make_room(nbytes, len(copies), one.kept_nbytes):
+                index.close(one.handle)
                 return False
-            tail = known[length - length % BLOCK : length].tolist()
-            can_cut = layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
-            one = CachedSequence(layout, handle, root, length, tail, kind, ours, kept_nbytes, own, extra, can_cut)
-            if keep is not None:
-                one.priority, one.until = keep.priority, self._now + keep.ttl
-            self._replace(one, known[:length])
-            self._publish(root, known[:length], copies, one, max((stop for _, stop in spans), default=0))
-            if kept_nbytes and layout.row_nbytes:
-                self._spacing = 3 * kept_nbytes // layout.row_nbytes
+            one.tail = known[length - length % BLOCK :].tolist()
+            one.can_cut = layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
+            self._replace(one, known)
+            self._publish(one, known, copies, media_end)
+            if one.kept_nbytes and layout.row_nbytes:
+                self._spacing = 3 * one.kept_nbytes // layout.row_nbytes
         return True
 
     def _reserve(self, nbytes: int, kept_nbytes: int) -> None:
         self._nbytes += nbytes
         self._kept_nbytes += kept_nbytes
 
-    def _publish(
-        self, root: bytes, known: np.ndarray, rows: list[mx.array], one: CachedSequence, media_end: int
-    ) -> None:
+    def _publish(self, one: CachedSequence, known: np.ndarray, rows: list[mx.array], media_end: int) -> None:
         """Make a sequence known: an open row of the pool whose first blocks are known, and the rows of the others."""
-        blocks = self._index.put(root, one.handle, known, rows)
-        if full := len(known) // BLOCK:
-            one.parent = blocks[full - 1]
-        self._index.end(one.parent, one)
-        self._order[one.kind][id(one)] = one
+        blocks = self._index.put(one, known, rows)
+        self._order[one.kind][one] = None
         self._reserve(one.nbytes, one.kept_nbytes)
         if one.extra is not None and one.layout.is_dense:
             self._index.extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
@@ -606,12 +592,12 @@ class PromptCache:
 
         The same tokens stay kept as they are. A prefix that is kept for longer, or with a higher priority, stays.
         """
-        for _, end in list(self._index.ending(one.parent, self._index.pool.table(one.handle))):
+        for _, end in list(self._index.ending(one.root, self._index.pool.table(one.handle))):
             priority, is_same = end.priority_at(self._now), end.length == one.length
             if not (one.can_cut or is_same) or not end.is_prefix_of(known):
                 continue
             if priority and is_same:
-                one.priority, one.until = max(one.priority, priority), max(one.until, end.until)
+                one.keep(priority, end.until, self._now)
             elif priority > one.priority or (priority and end.until > one.until):
                 continue
             self._drop(end)
@@ -623,7 +609,7 @@ class PromptCache:
         if kept_nbytes > self.checkpoint_bytes:
             return False
         while self._kept_nbytes + kept_nbytes > self.checkpoint_bytes:
-            kept = (one for order in self._order.values() for one in order.values() if one.kept_nbytes)
+            kept = (one for order in self._order.values() for one in order if one.kept_nbytes)
             if (one := first(kept, self._now)) is None:
                 return False
             self._drop(one)
@@ -645,15 +631,13 @@ class PromptCache:
         left = -(-one.length // BLOCK) - count
         if left <= 0 or not one.layout.is_dense or not one.priority_at(self._now):
             self._drop(one)
-            return
-        self._index.close(one.handle, one.parent, one, left)
-        one.length, one.parent, one.tail = BLOCK * left, int(self._index.pool.table(one.handle)[-1]), []
-        self._index.end(one.parent, one)
+        else:
+            self._index.drop(one, left)
 
     def _drop(self, one: CachedSequence) -> None:
         """Close a sequence: its whole blocks stay until something else needs their room."""
-        self._index.close(one.handle, one.parent, one)
-        del self._order[one.kind][id(one)]
+        self._index.drop(one)
+        del self._order[one.kind][one]
         self._reserve(-one.nbytes, -one.kept_nbytes)
 
     def _trim_sequences(self, count: int, new: CachedSequence | None = None) -> None:
@@ -666,22 +650,19 @@ class PromptCache:
 
     # --------------------------------------------------------------------------------------------- internals
 
-    def _begun(self, layout: CacheLayout) -> BlockIndex:
-        """Return the index, which has room for blocks of this layout."""
+    def _root(self, layout: CacheLayout, namespace: bytes) -> bytes:
+        """Return the root of the sequences of a layout and a namespace. The index has room for their blocks then."""
         block_nbytes = BLOCK * layout.row_nbytes + INDEX_NBYTES
-        if not hasattr(self, "_index"):
-            most = min(self.max_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-            self._index = BlockIndex(min(_MAX_BLOCKS, 4 * most // block_nbytes + 64), _MAX_SEQUENCES + _CALLS)
-            self._block_nbytes = block_nbytes
-        self._block_nbytes = max(self._block_nbytes, block_nbytes)
-        if layout not in self._layouts:
-            self._layouts[layout] = os.urandom(8)
+        with self._lock:
+            if not hasattr(self, "_index"):
+                most = min(self.max_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+                self._index = BlockIndex(min(_MAX_BLOCKS, 4 * most // block_nbytes + 64), _MAX_SEQUENCES + _CALLS)
+                self._block_nbytes = block_nbytes
+            self._block_nbytes = max(self._block_nbytes, block_nbytes)
+            name = self._layouts.setdefault(layout, os.urandom(8))
             if len(self._layouts) > _MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
-        return self._index
-
-    def _root(self, layout: CacheLayout, namespace: bytes) -> bytes:
-        return self._layouts[layout] + namespace
+        return name + namespace
 
     def _namespace(self, model: Hashable) -> bytes:
         """Return the same bytes in every process for names of models, and bytes of this process for other objects."""
@@ -691,22 +672,16 @@ class PromptCache:
         with self._lock:
             return self._names.setdefault(model, kvpool.namespace(salt=self._salt, key=str(len(self._names))))
 
-    def _known(
-        self, call: str, tokens: Sequence[int], media: Sequence[tuple[int, int, Hashable]]
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    def _known(self, call: str, tokens: Sequence[int], media: Media) -> tuple[np.ndarray, Spans]:
         """Return tokens for the pool, media as numbers beyond any vocabulary, and the spans of media.
 
         A digest that occurs in spans of two lengths has two numbers: what a model makes of it is not the same.
         """
-        given: Any = _numbers(call, tokens)
-        adds = call == "insert"
-        low = 0
-        if given.dtype != np.int32 or np.bitwise_or.reduce(given) & ~_MAX_TOKEN:  # none of these bits: all in range
-            low, high = (int(given.min()), int(given.max())) if given.size else (0, 0)
-            if high > _MAX_TOKEN:
-                raise ValueError(f"[{call}] a token is {high}, the limit is {_MAX_TOKEN}")
-        known = given.astype(np.int64 if low < 0 else np.int32)
-        spans = []
+        given, adds, spans = _numbers(call, tokens), call == "insert", []
+        low, high = (int(given.min()), int(given.max())) if given.size else (0, 0)
+        if high > _MAX_TOKEN:
+            raise ValueError(f"[{call}] a token is {high}, the limit is {_MAX_TOKEN}")
+        known: Any = given.astype(np.int64 if low < 0 else np.int32)
         for start, stop, digest in media:
             if not 0 <= start < stop <= len(known):
                 raise ValueError(f"[{call}] a span of media is {start} .. {stop}, the prompt has {len(known)} tokens")
@@ -746,7 +721,7 @@ def _numbers(call: str, tokens: Sequence[int]) -> np.ndarray:
     return given
 
 
-def _outside(length: int, spans: list[tuple[int, int]]) -> int:
+def _outside(length: int, spans: Spans) -> int:
     """Return the longest prefix, at most `length`, that ends inside no span."""
     for start, stop in sorted(spans, reverse=True):
         if start < length < stop:
@@ -756,7 +731,7 @@ def _outside(length: int, spans: list[tuple[int, int]]) -> int:
 
 def _behind(known: Tokens, count: int) -> list[int]:
     """Return the tokens of the block behind so many."""
-    return listed(known[BLOCK * count : BLOCK * (count + 1)])
+    return list(known[BLOCK * count : BLOCK * (count + 1)])
 
 
 def _common(a: list[int], b: list[int]) -> int:
@@ -769,3 +744,31 @@ def _caches(found: _Hit | None) -> Fetched:
     hit = Fetched((caches_of(found.layout, found.rows, found.kept, found.length), found.length))
     hit.extra = found.extra
     return hit
+
+
+def first(sequences: Iterable[CachedSequence], now: float) -> CachedSequence | None:
+    """Return the first one that is not kept, or else the first one of the lowest priority."""
+    best: CachedSequence | None = None
+    for one in sequences:
+        if not one.priority_at(now):
+            return one
+        if best is None or one.priority < best.priority:
+            best = one
+    return best
+
+
+def oldest(
+    order: dict[str, OrderedDict[CachedSequence, None]], now: float, but: CachedSequence | None = None
+) -> CachedSequence:
+    """Return the sequence that leaves first, of those of the lowest priority: its type is not rarer than the next one.
+
+    `order` has those of each type, in the order of use, `but` is passed over. At the time `inf` nothing is kept.
+    """
+    orders = list(order.values())
+    firsts = [first((one for one in each if one is not but), now) for each in orders]
+    lowest = min(one.priority_at(now) for one in firsts if one)
+    found = [one if one and one.priority_at(now) == lowest else None for one in firsts]
+    for one, (own, following) in zip(found, pairwise(orders), strict=False):
+        if one and len(own) >= len(following):
+            return one
+    return next(one for one in reversed(found) if one)

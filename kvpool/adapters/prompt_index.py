@@ -6,7 +6,8 @@ the rows of each block, and which blocks lie behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +15,49 @@ import mlx.core as mx
 import numpy as np
 
 import kvpool
-from kvpool.adapters.dense_caches import BLOCK
+from kvpool.adapters.dense_caches import BLOCK, CacheLayout
 
 INDEX_NBYTES = 960
 """Bytes of memory that a block takes beside its rows."""
+
+Tokens = list[int] | np.ndarray
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """An inserted sequence: an open row of the pool, and the caches that are valid at its end only.
+
+    `parent` is its last full block (or the root), `tail` the tokens behind it. Until `until` it is kept with
+    `priority`.
+    """
+
+    layout: CacheLayout
+    root: bytes
+    kind: str = "assistant"
+    extra: Any = None
+    priority: int = 0
+    until: float = 0.0
+    handle: int = -1
+    parent: int | bytes = b""
+    length: int = 0
+    tail: list[int] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    kept_nbytes: int = 0
+    nbytes: int = 0
+    can_cut: bool = True  # a shorter prefix can be made of it
+
+    def priority_at(self, now: float) -> int:
+        """Return how late it leaves: 0 unless it is kept."""
+        return self.priority if now < self.until else 0
+
+    def keep(self, priority: int, until: float, now: float) -> None:
+        """Keep it until then, and as long and with the priority that it is kept now."""
+        self.priority = max(priority, self.priority_at(now))
+        self.until = max(until, self.until)
+
+    def is_prefix_of(self, known: Tokens) -> bool:
+        """Whether a prompt that has its whole blocks begins with it."""
+        return self.tail == list(known[self.length - len(self.tail) : self.length])
 
 
 class BlockIndex:
@@ -34,7 +74,7 @@ class BlockIndex:
     rows : ndarray of array
         What each block holds, None if it is not in use.
     ends : dict
-        Block or root: what the caller has of the sequences that end behind it, before another block is full.
+        Block or root: the sequences that end behind it, before another block is full.
     extras : dict
         What else the caller keeps of a block, as long as it is in use.
     nbytes : int
@@ -48,20 +88,20 @@ class BlockIndex:
         self._prefix: Any = self.pool.prefix
         self._plan = kvpool.Plan(self.pool, 1, num_blocks * BLOCK, formats=())
         self.rows = np.empty(num_blocks, object)
-        self.ends: dict[int | bytes, list[Any]] = {}
+        self.ends: dict[int | bytes, list[CachedSequence]] = {}
         self.extras: dict[int, Any] = {}
         self.nbytes = 0
         self._is_end = np.zeros(num_blocks, bool)
         self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
         self._parents: dict[int, int | bytes] = {}
-        self._after: dict[int | bytes, int | dict[int, None]] = {}  # one block, or some
+        self._after: dict[int | bytes, list[int]] = {}
 
     @property
     def num_idle(self) -> int:
         """Blocks that no sequence has."""
         return self.pool.blocks.num_free - self.pool.blocks.num_blank
 
-    def path(self, root: bytes, known: Sequence[int] | np.ndarray) -> np.ndarray:
+    def path(self, root: bytes, known: Tokens) -> np.ndarray:
         """Return the whole blocks that a prompt begins with. They become the most recent."""
         handle = self._prefix.pin(known, root)
         blocks = self.pool.table(handle)
@@ -70,26 +110,27 @@ class BlockIndex:
 
     def nearest(self, parent: int | bytes, behind: list[int]) -> tuple[int, int]:
         """Return the block behind `parent` that begins with the most of these tokens, and how many these are."""
-        after = self._after.get(parent)
-        if after is None or not behind:
+        blocks = self._after.get(parent)
+        if blocks is None or not behind:
             return -1, 0
-        blocks = [after] if isinstance(after, int) else list(after)
         same = self._tokens[blocks, : len(behind)] == behind
         counts = np.where(same.all(axis=1), len(behind), same.argmin(axis=1))
         best = int(counts.argmax())
         return blocks[best], int(counts[best])
 
-    def ending(self, root: int | bytes, blocks: np.ndarray) -> Iterator[tuple[int, Any]]:
+    def ending(self, root: bytes, blocks: np.ndarray) -> Iterator[tuple[int, CachedSequence]]:
         """Yield what ends behind one of these blocks, or the root, and how many blocks are before; the last first."""
         for count in (*(np.flatnonzero(self._is_end[blocks])[::-1] + 1).tolist(), 0):
             for one in self.ends.get(int(blocks[count - 1]) if count else root, ()):
                 yield count, one
 
-    def end(self, parent: int | bytes, one: Any) -> None:
-        """Take something that ends behind `parent`."""
-        self.ends.setdefault(parent, []).append(one)
-        if isinstance(parent, int):
-            self._is_end[parent] = True
+    def end(self, one: CachedSequence) -> None:
+        """Note where an open sequence ends."""
+        full = one.length // BLOCK
+        one.parent = int(self.pool.table(one.handle)[full - 1]) if full else one.root
+        self.ends.setdefault(one.parent, []).append(one)
+        if isinstance(one.parent, int):
+            self._is_end[one.parent] = True
 
     def open(self, root: bytes, known: np.ndarray) -> int:
         """Open a sequence with the whole blocks that are known."""
@@ -97,45 +138,45 @@ class BlockIndex:
         more = known[: full + 1] if full < len(known) else np.append(known, np.int32(0))  # one is never a hit
         return self.pool.open(more, root, reserve=False)
 
-    def put(self, root: bytes, handle: int, known: np.ndarray, rows: list[mx.array]) -> list[int]:
-        """Make the rest of these tokens blocks of a sequence, with `rows`. Return all its blocks."""
-        begin = self.pool.num_tokens(handle)
-        self.pool.step(self._plan, [handle], len(known) - begin)
-        self._prefix.commit(handle, known[begin : len(known) - len(known) % BLOCK])
-        blocks: list[int] = self.pool.table(handle).tolist()
-        new, parent = blocks[begin // BLOCK :], blocks[begin // BLOCK - 1] if begin else root
+    def put(self, one: CachedSequence, known: np.ndarray, rows: list[mx.array]) -> list[int]:
+        """Make the rest of these tokens blocks of an open sequence, with `rows`. Return all its blocks."""
+        begin = self.pool.num_tokens(one.handle)
+        self.pool.step(self._plan, [one.handle], len(known) - begin)
+        self._prefix.commit(one.handle, known[begin : len(known) - len(known) % BLOCK])
+        blocks: list[int] = self.pool.table(one.handle).tolist()
+        new, parent = blocks[begin // BLOCK :], blocks[begin // BLOCK - 1] if begin else one.root
         if new:
             tokens = np.full(len(new) * BLOCK, -1, np.int32)
             tokens[: len(known) - begin] = known[begin:]
             self._tokens[new] = tokens.reshape(-1, BLOCK)
             self.rows[new] = np.fromiter(rows, object, len(rows))
             self._parents.update(zip(new, [parent, *new[:-1]], strict=True))
-            after = self._after.setdefault(parent, new[0])
-            if isinstance(after, dict):
-                after[new[0]] = None
-            elif after != new[0]:
-                self._after[parent] = {after: None, new[0]: None}
-            self._after.update(pairwise(new))
+            self._after.setdefault(parent, []).append(new[0])
+            self._after.update((block, [following]) for block, following in pairwise(new))
             self.nbytes += sum(map(self.nbytes_of, new))
+        self.end(one)
         return blocks
 
-    def close(self, handle: int, parent: int | bytes = b"", one: Any = None, left: int = 0) -> None:
-        """Close a sequence, or leave it so many whole blocks, and forget what ends with it.
-
-        Its other whole blocks stay until they are evicted.
-        """
+    def close(self, handle: int, left: int = 0) -> None:
+        """Close a sequence, or leave it so many whole blocks. Its other whole blocks stay until they are evicted."""
         tail = self.pool.table(handle)[self.pool.num_tokens(handle) // BLOCK :].tolist()
         if left:
             self.pool.truncate([handle], [BLOCK * left])
         else:
             self.pool.close(handle)
         self._clear(tail)
-        if one is not None:
-            self.ends[parent].remove(one)
-            if not self.ends[parent]:
-                del self.ends[parent]
-                if isinstance(parent, int):
-                    self._is_end[parent] = False
+
+    def drop(self, one: CachedSequence, left: int = 0) -> None:
+        """Close a sequence that was put here, or let it end behind so many whole blocks."""
+        self.ends[one.parent].remove(one)
+        if not self.ends[one.parent]:
+            del self.ends[one.parent]
+            if isinstance(one.parent, int):
+                self._is_end[one.parent] = False
+        self.close(one.handle, left)
+        if left:
+            one.length, one.tail = BLOCK * left, []
+            self.end(one)
 
     def evict(self, count: int) -> None:
         """Evict blocks that no sequence has, the least recently used first."""
@@ -153,10 +194,9 @@ class BlockIndex:
             self.nbytes -= self.nbytes_of(block)
             self.rows[block] = None
             self.extras.pop(block, None)
-            parent = self._parents.pop(block)
-            after = self._after.get(parent)
-            if isinstance(after, dict) and len(after) > 1:
-                after.pop(block, None)
-            elif after == block or (isinstance(after, dict) and block in after):
-                del self._after[parent]
+            after = self._after.get(parent := self._parents.pop(block), [])
+            if block in after:
+                after.remove(block)
+                if not after:
+                    del self._after[parent]
             self._after.pop(block, None)

@@ -21,8 +21,6 @@ from kvpool.adapters.dense_caches import (
     BLOCK,
     UNSIGNED,
     CacheLayout,
-    Leaf,
-    Part,
     bound_of,
     compact,
     is_empty,
@@ -35,11 +33,13 @@ from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading, prefi
 from kvpool.store.tiers import lacking
 
 _FILL = 2**31 - 1  # no token
-_ENDS = "ends of "
 _HEAD = 1024  # most bytes of the text about one cache
 _SCANNED = 512  # positions that a store is asked about at a time
-_kinds: dict[str, type] = {}  # of the layouts that this process has made
+_layouts: dict[str, CacheLayout] = {}  # that this process has made, by the content of their first group
 
+
+Rows = Callable[[int, int], Iterator[mx.array]]
+"""Yields the rows of the tokens begin .. end, block by block."""
 
 _Found = tuple[int, list[mx.array], list[Any]]
 
@@ -73,7 +73,8 @@ def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
     if kept:
         nbytes = BLOCK * layout.row_nbytes + _HEAD + sum(_HEAD + _most_nbytes(cache) for cache in kept)
         releases = sorted({_release(type(cache)) for cache in kept})  # another one may have other fields
-        groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"{_ENDS}{', '.join(releases)}: {content}"))
+        groups.append(BlockLayout(BLOCK, -(-nbytes // 8) * 8, f"ends of {', '.join(releases)}: {content}"))
+    _layouts[groups[0].content] = layout
     return Layout(tuple(groups), weights, BLOCK)
 
 
@@ -81,12 +82,10 @@ class PromptStore:
     """A store of blocks as `PromptCache` uses it. Any thread may call any method."""
 
     def __init__(self, store: BlockStore) -> None:
-        self.store = store
-        try:
-            content = store.layout.groups[0].content
-            self.layout = _layout_from(content.partition(": ")[2] if content.startswith(_ENDS) else content)
-        except (ValueError, KeyError, TypeError) as exc:
-            raise ValueError("[PromptCache] the layout of the store is not one of store_layout") from exc
+        self.store, content = store, store.layout.groups[0].content
+        if content not in _layouts:
+            raise ValueError("[PromptCache] the layout of the store is not one of store_layout")
+        self.layout = _layouts[content]
         self._has_ends = not self.layout.is_dense
         self._ends = len(store.layout.groups) - 1
 
@@ -103,7 +102,7 @@ class PromptStore:
         if self._has_ends and least:
             self.store.touch(self._names(known, [least], prefix_keys(known[:least], BLOCK, namespace)))
         blocks = blocks[begin // BLOCK :]
-        if self.layout.row_nbytes and len(blocks):
+        if self.layout.row_nbytes:
             reach += BLOCK * leading(self.store.lookup(blocks))
         if not self._has_ends:
             rows = self._rows(blocks[: (reach - begin) // BLOCK]) if reach > least else []
@@ -117,13 +116,7 @@ class PromptStore:
                 return length, rows + tail, kept
         return None
 
-    def put(
-        self,
-        known: np.ndarray,
-        rows: Callable[[int, int], Iterator[mx.array]],
-        kept: Sequence[Any] | None,
-        namespace: bytes,
-    ) -> None:
+    def put(self, known: np.ndarray, rows: Rows, kept: Sequence[Any] | None, namespace: bytes) -> None:
         """Offer the rows of a prompt that the store does not have, and the caches at its end."""
         whole = len(known) // BLOCK
         if whole and self.layout.row_nbytes:
@@ -140,8 +133,6 @@ class PromptStore:
 
     def _rows(self, blocks: Blocks) -> list[mx.array]:
         """Load blocks up to the first one that is missing."""
-        if not len(blocks):
-            return []
         rows = np.empty((len(blocks), BLOCK * self.layout.row_nbytes), np.uint8)
         return [_as_row(row) for row in rows[: leading(self.store.load(blocks, rows))]]
 
@@ -205,12 +196,6 @@ def _release(kind: type) -> str:
         return name
 
 
-def _layout_from(text: str) -> CacheLayout:
-    leaves, *others = _read(json.loads(text), np.empty(0, np.uint8), [0])
-    parted = ((one, tuple(Part(*part) for part in one[-1])) for one in leaves)
-    return CacheLayout(tuple(Leaf(*one)._replace(parts=parts) for one, parts in parted), *others)
-
-
 def _described(value: Any, arrays: list[mx.array]) -> Any:
     """Return what JSON can have of a value. Its arrays go to `arrays`."""
     if isinstance(value, mx.array):
@@ -219,9 +204,7 @@ def _described(value: Any, arrays: list[mx.array]) -> Any:
     if isinstance(value, mx.Dtype):
         return {"dtype": str(value).rpartition(".")[2]}
     if isinstance(value, type):
-        name = f"{value.__module__}.{value.__qualname__}"
-        _kinds[name] = value
-        return {"class": name}
+        return {"class": f"{value.__module__}.{value.__qualname__}"}
     if isinstance(value, dict):
         return {"dict": [[name, _described(item, arrays)] for name, item in value.items()]}
     if isinstance(value, (list, tuple)):
@@ -237,8 +220,6 @@ def _read(value: Any, row: np.ndarray, place: list[int]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, given),) = value.items()
-    if kind == "class":
-        return _kinds[given]
     if kind == "dtype":
         return getattr(mx, given)
     items = _read(given, row, place)

@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 _SEGMENT_NBYTES = 128 << 20
 _RESERVE_NBYTES = 1 << 30
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_SETTLED_SECONDS = 2.0  # after a change of a directory until its time of modification tells the next change from it
 _NUMBER = re.compile(r"-?\d+")
 _PAUSE_SECONDS = 60.0  # without writing, after the disk refused
 _TOUCH_SECONDS = 60.0
@@ -146,7 +145,6 @@ class DiskStore:
         self._counts = TierStats(limit_nbytes=self.max_nbytes, reserve_nbytes=self._reserve)
         self._is_closed = False
         self._listed: list[Listed] = []  # what was in the directory. The thread's alone, as what follows
-        self._listed_at = -1  # the directory's time of modification then, -1: it may change within the same moment
         self._growing: _Growing | None = None
         self._worthless: set[str] = set()  # of those refused: damaged, or of another layout
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
@@ -352,7 +350,6 @@ class DiskStore:
         if self._folder.is_gone and not self._folder.is_read_only:
             try:
                 self._folder.make_anew(self.layout)
-                self._listed_at = -1
             except ValueError as error:  # there is one of another layout
                 raise Refused(str(error)) from None
 
@@ -445,20 +442,20 @@ class DiskStore:
             if not (self.ready.is_set() or self._folder.is_read_only):
                 with suppress(OSError), self._folder.lock():
                     self._folder.make_room(0, self.max_nbytes, set())  # the quota may be smaller than it was
-            is_same = self._look()
+            self._listed = self._folder.segments(self._listed)
             spare = self._folder.disk()[1] - self._reserve
         except OSError:
             self.ready.set()
             return self._count(errors=1)
         if time.monotonic() - self._touched >= _TOUCH_SECONDS:
             self._touch_used()
-        if not is_same:
-            self._drop_absent()
+        self._drop_absent()
         footers: dict[int, np.ndarray] = {}
         before, own = len(self.refused), "" if self._growing is None else self._growing.stem
         for each in self._listed:
-            if (not is_same or not each.is_sealed) and each.stem != own and each.name not in self.refused:
-                footers.update(self._news(each))
+            known = self._segments.get(self._numbers.get(each.stem, -1))
+            if not (each.stem == own or each.name in self.refused or (known and known.is_sealed)):
+                footers.update(self._news(each, known))
         if new := list(self.refused.items())[before:]:
             _log.warning("[DiskStore] %d segments in %s are left out: %s: %s", len(new), self._folder.path, *new[0])
         with self._lock:
@@ -482,23 +479,8 @@ class DiskStore:
             for number in [number for stem, number in self._numbers.items() if stem not in present]:
                 self._forget(number)
 
-    def _look(self) -> bool:
-        """Look at the directory; whether it has the same files as when it was last looked at.
-
-        Thousands of sealed files are not looked at one by one as long as the directory's time stays.
-        """
-        now, changed = time.time_ns(), self._folder.changed_ns()
-        is_same = changed == self._listed_at
-        self._listed = self._folder.grown(self._listed) if is_same else self._folder.segments(self._listed)
-        is_settled = now - changed > _SETTLED_SECONDS * 1e9
-        self._listed_at = changed if is_settled else -1
-        return is_same
-
-    def _news(self, each: Listed) -> Iterator[tuple[int, np.ndarray]]:
+    def _news(self, each: Listed, known: _Segment | None) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the entries of a segment that is sealed now; note those of one that another process appends to."""
-        known = self._segments.get(self._numbers.get(each.stem, -1))
-        if known is not None and known.is_sealed:
-            return
         try:
             if not each.is_sealed and self._adopt(each):
                 each = each._replace(name=each.stem + SEALED, is_sealed=True)
@@ -534,9 +516,8 @@ class DiskStore:
         return kind, *(found or form.scanned(fd, begin, size, kind, self._is_ours))
 
     def _refuse(self, name: str, error: OSError | ValueError) -> None:
-        """Leave a segment out, unless the error may pass."""
+        """Leave a segment out, unless the error may pass: then the next look tries again."""
         if isinstance(error, OSError) and error.errno in _PASSING:
-            self._listed_at = -1  # it is tried again
             return self._count(errors=1)
         self.refused[name] = str(error)
         if isinstance(error, ValueError) and not isinstance(error, form.UnknownFormat):

@@ -157,19 +157,6 @@ class Folder:
             mode = stat.S_IMODE(status.st_mode)
             raise PermissionError(f"[{self._call}] others may use {path} (mode {mode:o}); type: {remedy} {path}")
 
-    def changed_ns(self) -> int:
-        """The time at which a file came or went, in ns."""
-        return os.fstat(self.fd).st_mtime_ns
-
-    def grown(self, listed: list[Listed]) -> list[Listed]:
-        """Return the same segment files, with the sizes that growing ones have now."""
-        sealed, found = [each for each in listed if each.is_sealed], []
-        for each in [each for each in listed if not each.is_sealed]:
-            with suppress(FileNotFoundError):
-                status = os.stat(each.name, dir_fd=self.fd, follow_symlinks=False)
-                found.append(each._replace(nbytes=status.st_size))
-        return sealed + found
-
     def segments(self, known: Sequence[Listed] = ()) -> list[Listed]:
         """The segment files, in no order. Links and what is not a file are left out.
 

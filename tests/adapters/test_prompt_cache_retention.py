@@ -53,7 +53,7 @@ class Cached:
 
 def rule_of_before(order):
     """The sequence that leaves first where nothing is kept."""
-    orders = [list(each.values()) for each in order.values()]
+    orders = [list(each) for each in order.values()]
     for each, following in pairwise(orders):
         if each and len(each) >= len(following):
             return each[0]
@@ -156,21 +156,37 @@ def test_turn_that_is_kept_as_long_takes_the_place_of_the_turn_before():
     assert len(one.prompts) == 1
 
 
-@pytest.mark.parametrize("tokens", [64, 70, 15])
-def test_beginning_alone_is_kept_in_whole_blocks_where_all_caches_have_rows(tokens):
-    for kind, found in (("dense", tokens // 16 * 16), ("state", 0)):
-        one = Cached(kind, 1 << 20)
-        one.insert("long", 150, Keep(1, 10, tokens))
-        assert one.has("long")
-        one.insert("other")
-        one.prompts.trim_to(n_sequences=1)
-        assert one.prompts.fetch([*one.known["long"][0], 77])[1] == found
-        assert one.has("other") != bool(found)
-    one = Cached("state", 1 << 20)
-    one.insert("whole", 50, Keep(1, 10, 50))
+@pytest.mark.parametrize(
+    ("kind", "places", "tokens", "found"),
+    [
+        ("dense", [], 64, 64),  # in whole blocks, where all caches have rows
+        ("dense", [], 70, 64),
+        ("dense", [], 15, 0),
+        ("state", [], 70, 0),  # nobody can find less than 150
+        ("state", [48, 67, 90], 66, 48),
+        ("state", [48, 67, 90], 67, 67),
+        ("state", [48, 67, 90], 70, 67),
+        ("state", [48], 150, 150),
+        ("window", [20, 48, 90], 70, 48),
+        ("window", [20, 90], 70, 16),  # the window had not turned at 20 tokens, so it has rows
+        ("window", [20], 15, 0),
+        ("unknown", [48, 90], 70, 48),
+    ],
+)
+def test_beginning_is_kept_as_far_as_a_prompt_that_begins_so_can_find_it(kind, places, tokens, found):
+    one, long = Cached(kind, 1 << 20), list(range(150))
+    for place in places:
+        one.insert(place, tokens=long[:place])
+    one.insert("long", tokens=long, keep=Keep(2, 10, tokens))
+    assert one.has("long")
     one.insert("other")
     one.prompts.trim_to(n_sequences=1)
-    assert one.names() == ["whole"]
+    assert one.prompts.fetch([*long[:tokens], 77])[1] == found
+    assert one.has("other") != bool(found)
+    one.now += 10
+    one.insert("other")
+    one.prompts.trim_to(n_sequences=1)
+    assert one.names()[-1:] == ["other"] and one.prompts.fetch([*long[:tokens], 77])[1] == 0
 
 
 @each_kind

@@ -273,7 +273,9 @@ class Program:
         self.naive.add(text)
         if not spans:
             self.stored.add(text)
-        self.prompts.insert(tokens, made(self.kind, tokens, rng), namespace, media=spans, keep=self.directive())
+        caches = made(self.kind, tokens, rng)
+        self.prompts.insert(tokens, caches, namespace, media=spans, keep=self.directive())
+        self.use(caches)
         if not self.loses and not spans:  # what was inserted is found at once
             self.operations += 1
             said = self.fetched([*tokens, 7], namespace, [])
@@ -296,15 +298,19 @@ class Program:
         if not length:
             return "" if caches is None else "caches without a hit"
         said = fault_in(caches or [], self.kind, tokens[:length])
-        for cache in caches or []:  # what was handed out is the caller's
-            if type(cache) is mlx_caches.KVCache and self.rng.random() < 0.2:
+        self.use(caches or [])
+        return said and f"a hit of {length} tokens: {said}"
+
+    def use(self, caches: list[Any]) -> None:
+        """Change caches: what was inserted is the caller's, and what was handed out."""
+        for cache in caches:
+            if isinstance(cache, (mlx_caches.KVCache, mlx_caches.RotatingKVCache)) and self.rng.random() < 0.2:
                 cache.keys[:] = 0
                 cache.update_and_fetch(mx.zeros((1, HEADS, 1, WIDTH), mx.uint32), mx.zeros((1, HEADS, 1, WIDTH)))
             if type(cache) is mlx_caches.ArraysCache:
                 cache[0][:] = 0
             if type(cache) is Unknown:
                 cache.digest = -1
-        return said and f"a hit of {length} tokens: {said}"
 
     def fault_in_account(self) -> str:
         """Bytes that are held beside the limit and the account; blocks of the pool beside those of the cache."""
@@ -328,7 +334,7 @@ def rows_of(prompts: PromptCache) -> list[mx.array]:
 def held_nbytes(prompts: PromptCache) -> int:
     """Bytes of every array that a cache holds, and of their index, counted anew."""
     held = [row.nbytes for row in rows_of(prompts) if row.nbytes]
-    ends = [one for order in prompts._order.values() for one in order.values()]
+    ends = [one for order in prompts._order.values() for one in order]
     kept = sum(cache.nbytes for one in ends for cache in one.kept)
     return sum(held) + kept + INDEX_NBYTES * (len(held) + sum(one.layout.has_arrays for one in ends))
 

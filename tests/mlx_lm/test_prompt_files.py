@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from mlx_models import solo_tokens, tiny_sliding_llama
+from mlx_models import tiny_sliding_llama
 
 from kvpool.adapters.mlx_lm.prompt_files import export_prompt_cache, import_prompt_cache
 from kvpool.protocol import StepArrays
@@ -64,17 +64,6 @@ def test_rows_are_what_a_backend_exports(tmp_path, model):
     rows = np.empty((5, spec.block_nbytes), np.uint8)
     assert store.load(store.layout.blocks(TOKENS)[0], rows).all()
     assert np.array_equal(rows, backend.export_blocks(table[0, :5]))
-
-
-def test_exported_file_continues_the_conversation(tmp_path, model):
-    written(tmp_path / "in.safetensors", model)
-    spec = spec_of()
-    store = store_of(spec)
-    import_prompt_cache(tmp_path / "in.safetensors", TOKENS, spec, store)
-    assert export_prompt_cache(tmp_path / "out.safetensors", TOKENS, spec, store) == 20
-    cache = load_prompt_cache(str(tmp_path / "out.safetensors"))
-    logits = model(mx.array([TOKENS[20:]]), cache=cache)
-    assert int(mx.argmax(logits[0, -1])) == solo_tokens(model, TOKENS, 1)[0]
 
 
 def test_file_that_does_not_fit_is_refused_and_nothing_is_stored(tmp_path, model):

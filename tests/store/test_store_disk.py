@@ -12,6 +12,7 @@ import pytest
 
 from kvpool.store import BlockLayout, DiskStore, Layout, disk, outbox
 from kvpool.store import segment_format as form
+from kvpool.store.folder import Folder
 from kvpool.store.segment_format import Index
 from kvpool.testing import stores as kit
 
@@ -415,22 +416,13 @@ def test_directory_that_is_gone_comes_back(tmp_path, monkeypatch, how, caplog):
     store.close()
 
 
-def test_look_at_a_directory_that_stays_reads_no_sealed_file(tmp_path, monkeypatch):
-    """What 8,192 segments cost a store that does nothing. Others' growing segments are looked at all the same."""
-    writer = opened(tmp_path / "store")
-    for seed in range(3):
-        kit.stores(writer, blocks_of(seed))
-    monkeypatch.setattr(disk, "_SETTLED_SECONDS", 0.05)
-    store, looks = opened(tmp_path / "store"), []
-    time.sleep(0.2)
-    monkeypatch.setattr(os, "scandir", lambda fd, scan=os.scandir: looks.append(fd) or scan(fd))
-    time.sleep(0.2)
-    assert not looks
-    kit.stores(writer, blocks_of(7, 1))
-    kit._seen(store, blocks_of(7, 1))
-    for seed in range(8, 11):  # segments come and are sealed
-        kit.stores(writer, blocks_of(seed))
-        kit._seen(store, blocks_of(seed))
-    assert looks
+def test_sealed_file_is_opened_once(tmp_path, monkeypatch):
+    writer, read, whole = opened(tmp_path / "store"), [], Folder.open
+    kit.stores(writer, blocks_of(1))
     writer.close()
+    monkeypatch.setattr(Folder, "open", lambda folder, name, *flags: read.append(name) or whole(folder, name, *flags))
+    store = opened(tmp_path / "store")
+    time.sleep(0.2)  # ten looks at the directory
     store.close()
+    sealed = [name for name in read if name.endswith(".kvpool")]
+    assert len(sealed) == len(set(sealed)) >= 4

@@ -261,24 +261,29 @@ def test_blocks_are_sent_and_loaded_many_at_a_time(opened, monkeypatch):
     assert stats.written_nbytes == 2000 * (128 + 64 + 4096)
 
 
+def before_each_pipeline(monkeypatch, store, call):
+    """Call ``call(pipeline)`` before the store executes one that sends."""
+    begin = store._sender.pipeline
+
+    def pipeline(**options):
+        made = begin(**options)
+        run = made.execute
+        made.execute = lambda **how: call(made) or run(**how)
+        return made
+
+    monkeypatch.setattr(store._sender, "pipeline", pipeline)
+
+
 def test_blocks_that_a_server_refuses_of_a_pipeline_are_the_dropped_ones(opened, server, monkeypatch):
     store, taken = opened(kit.LAYOUT, ""), []
     blocks = kit.LAYOUT.blocks(kit.prompt(7))[0]
-    pipeline = store._sender.pipeline
 
-    def odd_ones_fail(**options):
-        made = pipeline(**options)
-        run = made.execute
+    def odd_ones_fail(pipeline):
+        taken.append(1)
+        bad = (("SET", "name"), {})  # an error of the server
+        pipeline.command_stack[1::2] = [bad] * (len(pipeline.command_stack) // 2)
 
-        def execute(**how):
-            bad = (("SET", "name"), {})  # an error of the server
-            made.command_stack[1::2] = [bad] * (len(made.command_stack) // 2)
-            return taken.append(1) or run(**how)
-
-        made.execute = execute
-        return made
-
-    monkeypatch.setattr(store._sender, "pipeline", odd_ones_fail)
+    before_each_pipeline(monkeypatch, store, odd_ones_fail)
     store.store(blocks, kit.content(kit.LAYOUT, blocks))
     assert store.drain(60) and len(taken) == 1 and store.is_paused
     kit.loads(store, blocks, range(0, len(blocks), 2))
@@ -290,23 +295,14 @@ def test_batch_that_a_slow_link_does_not_carry_is_followed_by_smaller_ones(opene
     """A link that carries 8 blocks within the timeout; and later any number."""
     store = ServerStore(server.url, LARGE, timeout=1.0, pause=1e-6)
     blocks, sent, most = LARGE.blocks(kit.prompt(8, 400))[0], [], [8]
-    pipeline = store._sender.pipeline
 
-    def slow(**options):
-        made = pipeline(**options)
-        run = made.execute
+    def slow(pipeline):
+        sent.append(len(pipeline.command_stack))
+        if sent[-1] > most[0]:
+            time.sleep(1.0)
+            raise TimeoutError
 
-        def execute(**how):
-            sent.append(len(made.command_stack))
-            if sent[-1] > most[0]:
-                time.sleep(1.0)
-                raise TimeoutError
-            return run(**how)
-
-        made.execute = execute
-        return made
-
-    monkeypatch.setattr(store._sender, "pipeline", slow)
+    before_each_pipeline(monkeypatch, store, slow)
     try:
         for _ in range(20):
             store.store(blocks, kit.content(LARGE, blocks))

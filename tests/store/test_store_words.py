@@ -1,4 +1,4 @@
-"""Names and layouts, checksums without xxhash, stores in memory and one behind the other."""
+"""Names and layouts, stores in memory and one behind the other."""
 
 import hashlib
 import subprocess
@@ -9,7 +9,6 @@ import pytest
 
 import kvpool
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore, TieredStore, leading, prefix_keys
-from kvpool.store import segment_format as form
 from kvpool.store.tiers import lacking
 from kvpool.testing import stores as kit
 
@@ -136,33 +135,6 @@ def test_block_that_the_last_tier_refused_is_lacking_until_it_has_it(tmp_path):
     assert not lacking(tiers, blocks).any()
     kit.loads(tiers, blocks, range(15))
     tiers.close()
-
-
-def test_store_without_xxhash_writes_crc_and_leaves_xxh3_alone(tmp_path, monkeypatch):
-    pytest.importorskip("xxhash")
-    blocks, others = (kit.LAYOUT.blocks(kit.prompt(seed))[0] for seed in (1, 2))
-
-    def opened():
-        store = DiskStore(str(tmp_path / "store"), kit.LAYOUT, 1 << 24)
-        assert store.ready.wait(60)
-        return store
-
-    store = opened()
-    kit.stores(store, blocks)
-    store.close()
-    monkeypatch.setattr(form, "_xxhash", None)
-    monkeypatch.setattr(form, "KIND", form.CRC32)
-    store = opened()
-    kit.loads(store, blocks, [])
-    assert [why.startswith("checksums are of kind 1") for why in store.refused.values()] == [True]
-    kit.stores(store, others)
-    kit.loads(store, others, range(15))
-    store.close()
-    monkeypatch.undo()
-    store = opened()
-    kit.loads(store, others, range(15))
-    kit.loads(store, blocks, range(15))
-    store.close()
 
 
 def test_package_imports_no_framework_and_no_core():

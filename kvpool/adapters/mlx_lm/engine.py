@@ -477,7 +477,8 @@ class Engine:
         runs = len(self._jobs) > stored.num_loads
         if not runs and (self._jobs or stored.is_saving):
             stored.wait(0.005)
-        for id in stored.poll(runs):
+        stored.move(runs)
+        for id in stored.take_ended():
             self.scheduler.release(id)
 
     def _save(self, stored: StoredPrefixes, step: Step, outputs: list[Output], seconds: float) -> None:

@@ -1,7 +1,7 @@
 """`StoredPrefixes`: prefixes of prompts that come from a `BlockStore`, and go there when they were computed.
 
 The thread that runs the model never waits for the store. One thread looks up and reads, another one names and writes.
-`StoredPrefixes.poll` moves bytes between them and the pool, some of them between two steps:
+`StoredPrefixes.move` moves bytes between them and the pool, some of them between two steps:
 
 1. A load takes blocks (``pool.open(..., load=True)``), fills them as they come, and makes them known. They are cached
    then, and the prompt finds them like any others. What comes too late, or never, is computed.
@@ -201,7 +201,7 @@ class StoredPrefixes:
         self._news = threading.Condition()
         self._staged = self._queued = 0  # bytes that were read and not imported, exported and not written
         self._loads: dict[Hashable, _Load] = {}
-        self._ended: list[Hashable] = []  # loads, until the next `poll`
+        self._ended: list[Hashable] = []  # loads, until the next `take_ended`
         self._saves: deque[_Save] = deque()
         self._counts = StoredStats()
         self._prefill = _Rate()  # tokens
@@ -236,7 +236,7 @@ class StoredPrefixes:
     def begin(self, id: Hashable, tokens: np.ndarray, namespace: bytes, own: bytes) -> bool:
         """Look for a prefix of a prompt in the store. False: the pool has it already, there is nothing to wait for.
 
-        `namespace` is that of the store, `own` that of the pool. The load ends when `poll` returns its id.
+        `namespace` is that of the store, `own` that of the pool. The load ends when `take_ended` returns its id.
         """
         self.drop(id)
         most = (len(tokens) - 1) // self._grain * self._grain
@@ -255,18 +255,13 @@ class StoredPrefixes:
         if id in self._ended:
             self._ended.remove(id)
 
-    def poll(self, runs: bool) -> list[Hashable]:
-        """Move bytes. Return the loads that have ended. `runs`: others run meanwhile, so only some are moved."""
-        self.move(runs)
-        return self.take_ended()
-
     def take_ended(self) -> list[Hashable]:
         """Return the loads that have ended since the last time."""
         ended, self._ended = self._ended, []
         return ended
 
     def move(self, runs: bool) -> None:
-        """Do what `poll` does. The loads that end are returned by the next `poll`."""
+        """Move bytes, only some of them if others run meanwhile."""
         budget = STEP_NBYTES if runs else 2**62
         for load in list(self._loads.values()):
             if load.handle < 0 <= load.found:
