@@ -16,7 +16,6 @@ from kvpool.adapters.mlx_lm import install
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.engine import FORMATS, RaggedForward
 from kvpool.adapters.mlx_lm.host import Converted
-from kvpool.adapters.mlx_lm.passes import Known
 from kvpool.adapters.mlx_lm.shapes import Leaf, StateShape, build, inspect_model
 from kvpool.adapters.mlx_lm.states import Checkpoints
 from kvpool.group_storage import BlockRows
@@ -144,7 +143,7 @@ def caches_of(kv, tokens):
     with kv.lock:
         handle = kv.pool.open(tokens, own, cut=CUT)
     length = kv.pool.num_tokens(handle)
-    batch = Batch(kv.passes, [handle], [length], False, [Known(own, length)])
+    batch = Batch(kv.passes, [handle], [length], False, [own])
     return build(kv.layout.model.tree, lambda leaf: PagedKVCache(batch, leaf)), length
 
 

@@ -26,7 +26,6 @@ from kvpool.adapters.mlx_lm.passes import (
     FORMATS,
     NOT_OPENED,
     EngineStopped,
-    Known,
     Passes,
     Rows,
     Turn,
@@ -57,8 +56,8 @@ class Batch:
     is_merged : bool
         Whether the batch is the result of `merge`. Then ``offset`` is an array with one entry per row, as in
         mlx-lm's batch caches. Otherwise it is an int.
-    known : sequence of Known, optional
-        What the prefix cache knows of each sequence. Default: nothing.
+    namespaces : sequence of bytes, optional
+        In which each sequence was opened. Default: that of `passes`.
     policy : Policy, optional
         Selects the tokens that are evicted, see `kvpool.eviction`.
     """
@@ -69,12 +68,12 @@ class Batch:
         handles: Sequence[int],
         lens: Sequence[int],
         is_merged: bool,
-        known: Sequence[Known] | None = None,
+        namespaces: Sequence[bytes] | None = None,
         policy: Policy | None = None,
     ) -> None:
         self.passes = passes
         self.handles = list(handles)
-        self.known = [Known(passes.namespace)] * len(self.handles) if known is None else list(known)
+        self.namespaces = [passes.namespace] * len(self.handles) if namespaces is None else list(namespaces)
         self.rows = Rows(np.array(lens, np.int64))
         self.is_merged = is_merged
         self.count = 0  # operations so far
@@ -326,7 +325,7 @@ class Batch:
         with self.passes.lock:
             self._close(self.handles[num_rows:])
             self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
-            self.known = (self.known + [Known(self.passes.namespace)] * num_rows)[:num_rows]
+            self.namespaces = [self.passes.namespace] * num_rows
         self.rows = Rows(np.zeros(num_rows, np.int64))
         self.held = nothing(self.passes.layout, num_rows)
         self.eviction = Eviction.of(self.policy, self.passes, num_rows)
@@ -340,7 +339,7 @@ class Batch:
     def _open_all(self) -> None:
         for row, handle in enumerate(self.handles):
             if handle == NOT_OPENED:
-                self.handles[row] = int(self.passes.pool.open(0, self.known[row].namespace))
+                self.handles[row] = int(self.passes.pool.open(0, self.namespaces[row]))
 
     def _fitting_plan(self, num_tokens: int, after: Rows) -> Any:
         """Return the batch's plan, or a larger one. Sizes double, so this is rare."""
@@ -395,7 +394,7 @@ class Batch:
             layout, num_rows = self.passes.layout, len(self.handles)
             self.held = joined(layout, [(self.held, num_rows), (chosen(layout, other.held, indices), len(indices))])
             self.handles += forks
-            self.known += [other.known[i] for i in indices]
+            self.namespaces += [other.namespaces[i] for i in indices]
         if self.eviction is not None and other.eviction is not None:
             self.eviction.append(other.eviction, indices)
         mine, theirs, picked = self.rows, other.rows, list(indices)
@@ -414,7 +413,7 @@ class Batch:
             raise ValueError(f"[filter] indices {list(keep)} are not distinct")
         with self.passes.lock:
             self._close([handle for i, handle in enumerate(self.handles) if i not in set(keep)])
-            self.handles, self.known = kept, [self.known[i] for i in keep]
+            self.handles, self.namespaces = kept, [self.namespaces[i] for i in keep]
             self.held = chosen(self.passes.layout, self.held, keep)
         todo = self.rows.todo
         index = np.array(keep, np.int64)
@@ -432,10 +431,6 @@ class Batch:
         rows = Rows(lens, gone=self.rows.gone)
         if self.eviction is not None:
             self.eviction.truncate(rows.held)
-        self.known = [
-            known._replace(num_tokens=min(known.num_tokens, n))
-            for known, n in zip(self.known, lens.tolist(), strict=True)
-        ]
         return int((self.rows.lens - lens).max(initial=0)), rows
 
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
@@ -454,15 +449,14 @@ class Batch:
         After an eviction nothing is committed: what is left is not the KV of a prompt.
         """
         self.require_idle("commit")
-        if self.rows.gone[0]:
+        length, prefix = int(self.rows.lens[0]), self.passes.pool.prefix
+        if self.rows.gone[0] or not length:
             return 0
-        (known,) = self.known
-        length = int(self.rows.lens[0])
-        if known.num_tokens < length:
-            with self.passes.lock:
-                self.passes.pool.prefix.commit(self.handles[0], tokens[known.num_tokens : length])
-                self.known = [known._replace(num_tokens=length)]
-        return length - known.num_tokens
+        with self.passes.lock:
+            known = prefix.committed(self.handles[0])
+            if known < length:
+                prefix.commit(self.handles[0], tokens[known:length])
+        return length - known
 
     def commit_inputs(self, turn: Turn, places: np.ndarray, inputs: np.ndarray) -> None:
         """Commit the tokens that a turn has computed of rows that were on their way to a checkpoint.
@@ -472,10 +466,9 @@ class Batch:
         pool = self.passes.pool
         with self.passes.lock:
             for row in np.flatnonzero((places >= 0) & (turn.new > 0)).tolist():
-                handle, first, length = self.handles[row], int(turn.first[row]), int(turn.after.lens[row])
+                handle, first = self.handles[row], int(turn.first[row])
                 if pool.prefix.committed(handle) == turn.before.lens[row]:
                     pool.prefix.commit(handle, inputs[row, first : first + int(turn.new[row])])
-                    self.known[row] = self.known[row]._replace(num_tokens=length)
 
     def blocks(self, row: int, group: int) -> list[int]:
         """Return the blocks that a row holds in a group, all columns."""

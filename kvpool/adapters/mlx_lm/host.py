@@ -23,7 +23,7 @@ from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
-from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Known, Passes, site_of
+from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Passes, site_of
 from kvpool.adapters.mlx_lm.server_hook import server_sites
 from kvpool.adapters.mlx_lm.shapes import COUNTS_CONTEXT, ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
@@ -536,8 +536,7 @@ class PagedKV:
             num_cached = self.pool.num_tokens(handle)
         self.query_tokens += len(tokens)
         self.hit_tokens += num_cached
-        known = Known(own, num_cached, cut)
-        batch = Batch(self.passes, [handle], [num_cached], False, [known], self.eviction)
+        batch = Batch(self.passes, [handle], [num_cached], False, [own], self.eviction)
         return self._caches(batch), num_cached
 
     def commit(self, caches: Sequence[PagedKVCache], tokens: Sequence[int], namespace: bytes = b"") -> int:
@@ -573,7 +572,7 @@ class PagedKV:
             raise ValueError(f"[commit] the caches of all {self.num_layers} layers of one sequence are needed")
         if len(batch.handles) != 1:
             raise ValueError(f"[commit] the cache holds {len(batch.handles)} sequences, the limit is 1")
-        if batch.known[0].namespace != self.own_namespace(namespace):
+        if batch.namespaces[0] != self.own_namespace(namespace):
             raise ValueError("[commit] the cache was made in another namespace; begin with fetch")
         length = int(batch.rows.lens[0])
         if len(tokens) < length:

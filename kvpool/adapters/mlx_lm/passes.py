@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -104,14 +104,6 @@ class Rows:
     def after(self, new: np.ndarray) -> Rows:
         """Return the rows with `new` more tokens each."""
         return Rows(self.lens + new, None if self.todo is None else self.todo - new, self.gone)
-
-
-class Known(NamedTuple):
-    """The tokens of a sequence that the prefix cache knows."""
-
-    namespace: bytes = b""  # that it was opened in
-    num_tokens: int = 0  # committed, or found when it was opened
-    cut: int | None = None  # of its prompt, see `PagedKV.fetch`
 
 
 class Passes:
