@@ -188,7 +188,7 @@ class Batch:
         if num_rows != len(self.handles):
             self._spread(num_rows)
         passes = self.passes
-        if passes.is_called:
+        if passes.layout.is_called:
             raise RuntimeError(
                 "[update_and_fetch] this model's caches work only inside the install block, and only in a call of the "
                 "model itself: a part of it was called, or the block has ended"
@@ -530,7 +530,7 @@ class PagedKVCache:
     @property
     def hooked_batch(self) -> Batch | None:
         """The batch, if calls of the model with this cache are hooked. See `calls`."""
-        return self._batch if self._batch.passes.is_called else None
+        return self._batch if self._batch.passes.layout.is_called else None
 
     @property
     def number(self) -> int:

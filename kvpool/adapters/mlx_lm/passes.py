@@ -135,10 +135,6 @@ class Passes:
         Copies states from and to blocks of the first arena.
     dtype : mx.Dtype
         The dtype of its keys and values, as the model computes them.
-    has_checkpoints : bool
-        Whether a pass may have to end where the pool takes a checkpoint.
-    is_called : bool
-        Whether calls of the model are hooked, see `calls`.
     is_lazy : bool
         Whether a backend's writes and reads are nodes of MLX's graph.
     num_layers : int
@@ -168,7 +164,6 @@ class Passes:
         self.backends = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
         self.checkpoints = Checkpoints(layout, store)
-        self.is_called = layout.is_called
         self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)
         self.windows = tuple(leaf.window for leaf in layout.leaves)
         self.num_layers = len(self.windows)
@@ -179,7 +174,6 @@ class Passes:
         self.lock = threading.RLock()
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.namespace = namespace
-        self.has_checkpoints = bool(namespace)
         self._driver: threading.Thread | None = None  # who is in a forward pass
         self.last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Any], Any, Rows] | None = None  # its batch, plan, and rows before it
@@ -217,7 +211,7 @@ class Passes:
         """Return the length of each sequence at which its next checkpoint is due, int64 ``[B]``. -1: none."""
         found = np.full(len(handles), -1, np.int64)
         opened = np.flatnonzero(np.array(handles, np.int64) != NOT_OPENED)
-        if self.has_checkpoints and len(opened):
+        if self.namespace and len(opened):
             found[opened] = self.pool.prefix.wanted(np.array(handles, np.int64)[opened])
         return found
 
@@ -644,7 +638,7 @@ def call(
     due = batch.begin_call(num_rows, num_columns)
     first = np.zeros_like(due)
     pairs: list[tuple[Part, Any]] = []
-    is_split = passes.has_checkpoints and tokens is not None
+    is_split = bool(passes.namespace) and tokens is not None
     while True:
         places = passes.places(batch.handles) if is_split else np.full(num_rows, -1)
         if not pairs and (places >= 0).any() and not batch.has_room(due):
