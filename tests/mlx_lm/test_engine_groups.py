@@ -4,12 +4,12 @@ Where the chunks of a prompt end at the same places, a warm run gives the logpro
 """
 
 import itertools
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
-from mlx_models import assert_nothing_is_left, computing_on_cpu, ended, ended_with_failures
+from mlx_models import assert_nothing_is_left, computing_on_cpu, ended, ended_with_failures, solo_tokens
 
 from benchmarks import tiny_families
 from benchmarks.tiny_families import OWN
@@ -19,16 +19,13 @@ from kvpool.eviction import SlidingWindow
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 BLOCK = 4
 TOKENS = 8
+alone = partial(solo_tokens, max_tokens=TOKENS, prefill_step_size=2048)
 BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in mlx-lm, too
 
 
 def prompt_of(length, seed):
     print(f"prompt seed {seed}")
     return np.random.default_rng(seed).integers(0, 90, length).tolist()
-
-
-def alone(model, prompt, max_tokens=TOKENS):
-    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=max_tokens)]
 
 
 def engine_of(model, num_blocks=300, **options):
@@ -140,7 +137,7 @@ def test_preempted_sequence_goes_on_from_its_newest_checkpoint(name):
         if generated in (6, 25) and generated not in known:
             known.append(generated)
             core.preempt(core.rows.sequence(core.rows.running()[0]))
-    assert done[0].tokens.tolist() == alone(model, prompt, 40)
+    assert done[0].tokens.tolist() == alone(model, prompt, max_tokens=40)
     stats = engine.scheduler.stats()
     first, second = ((len(prompt) + n - 16) // BLOCK * BLOCK for n in (0, 6))  # the other one was taken on return
     assert (stats.preemptions, stats.hit_tokens, stats.again_hit_tokens) == (2, 0, first + second)

@@ -3,14 +3,15 @@
 import copy
 import gc
 import logging
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_families import model_of_file as family
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, LRUPromptCache, make_prompt_cache
-from mlx_models import computing_on_cpu
+from mlx_models import computing_on_cpu, solo_tokens
 
 from benchmarks import tiny_families
 from kvpool import OutOfBlocks, Pool
@@ -24,6 +25,7 @@ VOCAB = 96
 WINDOW = 24  # of the tiny models
 LENGTHS = (1, 23, 90)
 NEW = 8
+alone = partial(solo_tokens, max_tokens=NEW, prefill_step_size=2048)
 SHORT = ("gemma3_text", "gemma4_text", "qwen3_5", "nemotron_h", "falcon_h1", "llama4", "mamba", "deepseek_v41", "afm7")
 BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in mlx-lm, too
 STATEFUL = ("qwen3_5", "mamba", "baichuan_m1", "deepseek_v41")
@@ -33,11 +35,6 @@ def prompts_of(lengths, seed=3):
     rng = np.random.default_rng(seed)
     print(f"prompt seed {seed}")
     return [rng.integers(1, VOCAB, n).tolist() for n in lengths]
-
-
-def alone(model, prompt, cache=None, **options):
-    steps = generate_step(mx.array(prompt), model, max_tokens=NEW, prompt_cache=cache, **options)
-    return [int(token) for token, _ in steps]
 
 
 def together(model, prompts, arrivals=None, caches=None, **options):
@@ -121,7 +118,7 @@ def test_prompts_from_a_cache_of_mlx_lm_give_the_tokens_of_stock(name):
         found = [prompts.fetch_nearest_cache("m", head + tail) for tail in tails]
         assert [rest for _, rest in found] == tails
         assert together(model, tails, caches=[cache for cache, _ in found]) == own
-        assert alone(model, tails[1], prompts.fetch_nearest_cache("m", head + tails[1])[0]) == own[1]
+        assert alone(model, tails[1], prompt_cache=prompts.fetch_nearest_cache("m", head + tails[1])[0]) == own[1]
         del prompts, cache, found
     assert_all_free_in_all_arenas(kv)
 
@@ -236,7 +233,7 @@ def test_a_pass_without_blocks_changes_nothing(name):
             model(mx.ones((1, 16), mx.int32), cache=cache)
         assert kv.summary().blocks_used == held.blocks_used
         del other
-        assert alone(model, prompt[-1:], cache) == own
+        assert alone(model, prompt[-1:], prompt_cache=cache) == own
 
 
 # ----------------------------------------------------------------------------------------------- bad input
