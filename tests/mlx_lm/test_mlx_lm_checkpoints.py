@@ -13,9 +13,8 @@ from benchmarks import tiny_families
 from benchmarks.tiny_families import OWN
 from kvpool import Group
 from kvpool.adapters.mlx_lm import install
-from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.engine import FORMATS, RaggedForward
-from kvpool.adapters.mlx_lm.shapes import Leaf, StateShape, build, inspect_model
+from kvpool.adapters.mlx_lm.shapes import Leaf, StateShape, inspect_model
 from kvpool.adapters.mlx_lm.states import Checkpoints
 from kvpool.group_storage import BlockRows
 
@@ -135,16 +134,6 @@ def test_states_in_blocks_of_any_storage_are_restored_bit_by_bit(how):
     check_restored(Driver("qwen3_5", **how), 14)
 
 
-def caches_of(kv, tokens):
-    """Caches of a sequence that has the longest prefix found, as mlx-lm's engines feed them."""
-    own = kv.own_namespace(b"")
-    with kv.lock:
-        handle = kv.pool.open(tokens, own, cut=CUT)
-    length = kv.pool.num_tokens(handle)
-    batch = Batch(kv.passes, [handle], [length], False, [own])
-    return build(kv.layout.model.tree, lambda leaf: PagedKVCache(batch, leaf)), length
-
-
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba"])
 def test_caches_of_mlx_lm_with_a_found_prefix_have_its_state(name):
     """Also copies that were made before the first pass loaded the state, whichever of them runs first."""
@@ -159,11 +148,11 @@ def test_caches_of_mlx_lm_with_a_found_prefix_have_its_state(name):
         return logits
 
     with install(model, 200, block_size=BLOCK, max_seqs=SLOTS, prefix_cache=True) as kv:
-        caches, length = caches_of(kv, tokens)
+        caches, length = kv.fetch(tokens, cut=CUT)
         cold = fed(caches, length)[1:]
         kv.commit(caches, tokens)
         del caches
-        caches, length = caches_of(kv, tokens)
+        caches, length = kv.fetch(tokens, cut=CUT)
         assert length == CUT
         copies = [copy.deepcopy(caches), caches, copy.deepcopy(caches)]
         for one in copies:

@@ -235,32 +235,6 @@ def test_fork_of_an_evicted_sequence_goes_its_own_way(model, kv, policy):
     assert tokens(model, other, [5], 30) == due
 
 
-def test_evicted_tokens_have_no_effect(model, kv, policy):
-    caches = kv.make_cache(policy)
-    tokens(model, caches)
-    due = tokens(model, copy.deepcopy(caches), [5], 30)
-    (handle,) = caches[0].batch.handles
-    mine, length, backend = kv.pool.table(handle), kv.pool.kv_len(handle), kv.backend
-    others = np.setdiff1d(np.arange(kv.pool.num_blocks), mine)
-    backend.import_blocks(others, np.full((others.size, backend.spec.block_nbytes), 255, np.uint8))  # NaN
-    if length % 4:
-        tail = np.array(backend.export_blocks(mine[-1:]))
-        rows = tail.reshape(-1, 4, tail.shape[1] // (2 * backend.spec.num_layers * 4))
-        rows[:, length % 4 :] = 255
-        backend.import_blocks(mine[-1:], tail)
-    assert tokens(model, caches, [5], 30) == due
-
-
-def test_caches_that_were_made_with_a_policy_go_into_the_engine(model, kv, policy):
-    prompts = random_prompts((33, 5, 21), seed=4)
-    kv.eviction = policy
-    due = batch_tokens(model, prompts, 40, prefill_batch_size=1)
-    kv.eviction = None
-    caches = [make_cache(model, policy) for _ in prompts]
-    assert batch_tokens(model, prompts, 40, prefill_batch_size=1, caches=caches) == due
-    assert batch_tokens(model, prompts, 40) != due
-
-
 def test_evicted_sequence_is_not_committed(model, kv):
     caches = kv.make_cache(POLICIES["h2o"])
     said = tokens(model, caches)

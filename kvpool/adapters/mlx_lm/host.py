@@ -156,23 +156,13 @@ def install(
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     storage = partial(make_storage, backend=backend, kernels=kernels)
-    layout = _layout(_shape(model, eviction), block_size, pool, prefix_cache, eviction, storage, quantization)
+    layout = _layout(model, block_size, pool, prefix_cache, eviction, storage, quantization)
     policy = None if isinstance(eviction, SlidingWindow) else eviction
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, bool(policy), events, max_model_len)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
-
-
-def _shape(model: Any, eviction: Any) -> ModelShape:
-    """Return what the caches of a model are, its full layers under a window if it is to have one."""
-    shape = inspect_model(model)
-    if not isinstance(eviction, SlidingWindow):
-        return shape
-    if type(model).__module__ in COUNTS_CONTEXT:
-        raise ValueError("[install] this model takes positions from the length of its context: leave eviction out")
-    return shape.sliding(eviction)
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
@@ -203,7 +193,7 @@ def layout_on(
 
 
 def _layout(
-    model: ModelShape,
+    model: Any,
     block_size: int,
     pool: Any,
     prefix_cache: bool,
@@ -212,9 +202,13 @@ def _layout(
     quantization: dict[str, int | None],
 ) -> Layout:
     """Return how the caches of a model are held: in one full group where a given pool has no other."""
-    keeps_all = pool is not None and pool.options.groups == (Group.full(),) and not isinstance(eviction, SlidingWindow)
+    shape, keeps_all = inspect_model(model), pool is not None and pool.options.groups == (Group.full(),)
+    if isinstance(eviction, SlidingWindow):
+        if type(model).__module__ in COUNTS_CONTEXT:
+            raise ValueError("[install] this model takes positions from the length of its context: leave eviction out")
+        shape, keeps_all = shape.sliding(eviction), False
     size = block_size if pool is None else pool.block_size
-    layout = layout_on(storage, model, size, keeps_all, **quantization)
+    layout = layout_on(storage, shape, size, keeps_all, **quantization)
     if isinstance(eviction, Policy):
         layout.evicting("install", eviction)
     if pool is not None:
