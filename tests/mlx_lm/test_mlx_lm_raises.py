@@ -135,7 +135,7 @@ def served(model, route, fail_at=0, is_late=False):
         failing = Failing(engine.kv, fail_at, is_late)
         prompts = random_prompts([9, 6])
         for number, prompt in enumerate(prompts):
-            request = Request(id=number, prompt=np.array(prompt, np.int32), max_tokens=4, n=1 + 2 * number)
+            request = Request(id=number, prompt=np.array(prompt, np.int32), max_tokens=3, n=1 + 2 * number)
             engine.submit(request)
         done, raised = {}, 0
         while engine.num_unfinished:
