@@ -22,7 +22,7 @@ def test_saving_a_cache_raises_and_writes_no_file(model, tmp_path, is_empty):
     assert not list(tmp_path.iterdir())
 
 
-# ----------------------------------------------------------------------------------------- max_kv_size, kv_bits
+# -------------------------------------------------------------------------------------------------- max_kv_size
 
 
 def test_max_kv_size_is_refused_where_stock_would_honour_it():
@@ -50,16 +50,6 @@ def test_max_kv_size_is_ignored_where_stock_ignores_it(model):
     expected = solo_tokens(model, prompt, max_kv_size=8)
     with install(model, 50, block_size=4):
         assert solo_tokens(model, prompt, max_kv_size=8) == expected == solo_tokens(model, prompt)
-
-
-def test_kv_bits_is_refused_when_quantization_would_begin_and_harmless_before(model):
-    (prompt,) = random_prompts([20])
-    with install(model, 50, block_size=4):
-        text = r"\[to_quantized\] kv_bits=4 with groups of 64, the blocks hold float32: .*install\(\.\.\., kv_bits=4"
-        with pytest.raises(ValueError, match=text):
-            solo_tokens(model, prompt, kv_bits=4, quantized_kv_start=10)
-        paged = solo_tokens(model, prompt, kv_bits=4)  # mlx-lm begins at 5000 tokens
-    assert paged == solo_tokens(model, prompt, kv_bits=4)
 
 
 # -------------------------------------------------------------------------------------- strangers in the batch

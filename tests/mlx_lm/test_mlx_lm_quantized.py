@@ -49,12 +49,6 @@ def test_batches_generate_what_sequences_generate_alone(model, bits):
     assert kv.summary().blocks_leaked == 0
 
 
-def test_pool_of_8_bits_takes_the_bytes_of_its_format(model):
-    with install(model, num_blocks=16) as dense, install(model, num_blocks=16, kv_bits=8) as quantized:
-        ratio = quantized.summary().pool_nbytes / dense.summary().pool_nbytes
-    assert ratio == (1 + 8 / 64) / 4  # float32, and so are its scales
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -101,11 +95,3 @@ def test_bits_of_the_engine_that_the_blocks_have_change_nothing(model):
                 list(generate_step(mx.array(PROMPTS[0]), model, **other, **options))
     with install(model, num_blocks=40, k_bits=8, v_bits=4), pytest.raises(ValueError, match="kv_bits=8 with groups"):
         list(generate_step(mx.array(PROMPTS[0]), model, kv_bits=8, **options))
-
-
-def test_budget_goes_with_bits(model):
-    with install(model, num_blocks=40, kv_bits=8, eviction=H2O(max_kv=24)) as kv:
-        cache = kv.make_cache()
-        solo_tokens(model, PROMPTS[2], TOKENS, prompt_cache=cache)
-        (handle,) = cache[0].batch.handles
-        assert kv.pool.kv_len(handle) <= 24 < cache[0].offset

@@ -80,7 +80,6 @@ class Batch:
         self.base = 0  # operations before it need not be followed any more, see `recover`
         self.base_rows = self.rows  # what a facade that is still before `base` sees
         self.is_stopped = False  # see `Passes.stop_engines`
-        self.is_torn = False  # an eviction failed half-way
         self._operation: _Operation | None = None
         self.missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
@@ -153,7 +152,7 @@ class Batch:
                 f"[{call}] a forward pass failed while these {len(self.handles)} sequences were in an engine, "
                 "which may have lost tokens: discard it, make a new one and insert its prompts again"
             )
-        if self.is_torn:
+        if self.eviction is not None and self.eviction.is_torn:
             raise EngineStopped(
                 f"[{call}] an eviction failed when these {len(self.handles)} sequences had lost tokens and what stays "
                 "was not moved yet, they cannot be read any more: make a new cache and feed it their tokens again"
@@ -174,8 +173,6 @@ class Batch:
         """Return to `rows`, the state before a forward pass that some layers have not done."""
         self._end_pass()
         self.rows = self.base_rows = rows
-        if self.eviction is not None:
-            self.eviction.forget()
         self.count += 1  # now all layers are behind, also those that did the pass, and see `rows`
         self.base = self.count
         self.missing = 0
@@ -243,7 +240,6 @@ class Batch:
         self.passes.undo()
         if self.is_merged:
             self.passes.stop_engines()
-        self.is_torn = self.eviction is not None and self.eviction.is_torn
 
     # ------------------------------------------------------------------------------------------ a hooked call
 
