@@ -14,7 +14,6 @@ from mlx_models import assert_nothing_is_left, computing_on_cpu, ended, ended_wi
 from benchmarks import tiny_families
 from benchmarks.tiny_families import OWN
 from kvpool.adapters.mlx_lm.engine import Engine
-from kvpool.eviction import SlidingWindow
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 BLOCK = 4
@@ -229,16 +228,3 @@ def test_arrays_of_states_are_bounded_by_the_sequences_that_run():
         assert len(engine._forward.states) == slots_of(engine)
         assert engine._forward.states.nbytes <= 2 * 4 * each  # a row that left stays in the batch for one step
     assert engine._forward.states.nbytes == 0
-
-
-# ------------------------------------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize(
-    ("name", "eviction"),
-    [("qwen3", None), ("gemma3_text", None), ("qwen3_5", None), ("gemma3_text", SlidingWindow(max_kv=32))],
-)
-def test_prefix_cache_is_there_by_default(name, eviction):
-    model, _ = tiny_families.make(name)
-    engine = Engine(model, 200, block_size=BLOCK, eviction=eviction)
-    assert engine.kv.prefix_cache and (len(engine.kv.layout.groups) > 1) == (name != "qwen3")

@@ -6,7 +6,6 @@ Tokens leave the layers that keep every token. Windows and states of other layer
 
 import copy
 import functools
-import itertools
 from dataclasses import replace
 
 import mlx.core as mx
@@ -282,31 +281,24 @@ def test_policies_that_the_route_cannot_serve_are_refused(model):
 @pytest.mark.parametrize("kind", ["raw", "mass"])
 @pytest.mark.parametrize("queries", [1, 6, 40])
 def test_chunk_is_looked_at_through_its_newest_queries(model, kv, kind, queries):
-    # As if they had come one by one; those before them look at nothing.
-    def seen(pieces):
-        caches = kv.make_cache(H2O(max_kv=100, kind=kind, queries=queries))
-        for begin, end in itertools.pairwise(pieces):
-            model(mx.array([PROMPT[begin:end]]), cache=caches)
-        eviction = caches[0].batch.eviction
-        eviction.settle()
-        assert eviction.memory.known.tolist() == [pieces[-1]]
-        return eviction.memory.scores[:, 0, :, : pieces[-1]]
-
-    chunks = seen([0, 20, 33])
-    if queries == 40:
-        due = seen(list(range(34)))
-    else:  # by hand: the newest of each chunk, one by one
-        whole, due = kv.make_cache(H2O(max_kv=100, kind=kind)), None
-        for at in range(33):
-            model(mx.array([PROMPT[at : at + 1]]), cache=whole)
-            eviction = whole[0].batch.eviction
-            new = np.abs(np.stack([np.array(scores)[0] for scores in eviction._staged]))
-            eviction.forget()
-            if 20 - queries <= at < 20 or at >= 33 - queries:
-                old = 0 if due is None else due.shape[2]
-                blended = [] if due is None else [0.95 * due + 0.05 * new[..., :old]]
-                due = np.concatenate([*blended, new[..., old:]], axis=2)
-    np.testing.assert_allclose(chunks, due, rtol=2e-3, atol=1e-5)
+    """As if they had come one by one; those before them look at nothing."""
+    caches = kv.make_cache(H2O(max_kv=100, kind=kind, queries=queries))
+    for chunk in PROMPT[:20], PROMPT[20:]:
+        model(mx.array([chunk]), cache=caches)
+    memory = caches[0].batch.eviction.memory
+    caches[0].batch.eviction.settle()
+    whole, due = kv.make_cache(H2O(max_kv=100, kind=kind)), None
+    for at in range(33):
+        model(mx.array([PROMPT[at : at + 1]]), cache=whole)
+        eviction = whole[0].batch.eviction
+        new = np.abs(np.stack([np.array(scores)[0] for scores in eviction._staged]))
+        eviction.forget()
+        if 20 - queries <= at < 20 or at >= 33 - queries:
+            old = 0 if due is None else due.shape[2]
+            blended = [] if due is None else [0.95 * due + 0.05 * new[..., :old]]
+            due = np.concatenate([*blended, new[..., old:]], axis=2)
+    assert memory.known.tolist() == [33]
+    np.testing.assert_allclose(memory.scores[:, 0, :, :33], due, rtol=2e-3, atol=1e-5)
 
 
 def test_chunks_of_a_padded_batch_are_looked_at_row_by_row(model, kv):

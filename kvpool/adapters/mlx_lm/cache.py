@@ -127,7 +127,7 @@ class Batch:
                 self._forward = result
             self.count += 1
             self._operation = _Operation(name, key, result, self.rows)
-            self.missing = self.passes.num_layers
+            self.missing = len(self.passes.windows)
         operation = self._operation
         if cursor != self.count - 1 or operation is None or (operation.name, operation.key) != (name, key):
             done = "nothing" if operation is None else f"{operation.name}{operation.key}"
@@ -159,7 +159,7 @@ class Batch:
             )
         if self._operation is not None:
             raise RuntimeError(
-                f"[{call}] {self.missing} of {self.passes.num_layers} layers have not done the operation before "
+                f"[{call}] {self.missing} of {len(self.passes.windows)} layers have not done the operation before "
                 f"({self._operation.name}); if a forward pass was interrupted, kv.recover() takes it back"
             )
 
@@ -271,7 +271,7 @@ class Batch:
             self._take_back()
             raise
         self._operation = _Operation("forward", (num_rows, num_columns), None, before)
-        self.missing = self.passes.num_layers
+        self.missing = len(self.passes.windows)
         return turn
 
     def end_turn(self, rows: Rows, held: Held) -> None:

@@ -137,10 +137,8 @@ class Passes:
         The dtype of its keys and values, as the model computes them.
     is_lazy : bool
         Whether a backend's writes and reads are nodes of MLX's graph.
-    num_layers : int
-        Caches of the model: facades of a batch.
     windows : tuple
-        Attention window per layer, None without one.
+        Attention window of each of the model's caches, None without one.
     lock : threading.RLock
         Held around several calls of the pool that belong together, with the records kept beside it.
     batches : WeakValueDictionary
@@ -166,7 +164,6 @@ class Passes:
         self.checkpoints = Checkpoints(layout, store)
         self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)
         self.windows = tuple(leaf.window for leaf in layout.leaves)
-        self.num_layers = len(self.windows)
         self.sites = tuple(sites)
         self.calls = tuple(calls)
         self._hooked = 0  # blocks that are entered
@@ -833,8 +830,8 @@ def _require_own(model: Any, caches: Sequence[Any], batch: Any) -> None:
                 f"[forward] cache {number} is a {type(cache).__name__} of "
                 "somebody else: all caches of a call must come from one make_cache, merge or copy"
             )
-    if [cache.number for cache in found] != list(range(batch.passes.num_layers)):
+    if [cache.number for cache in found] != list(range(len(batch.passes.windows))):
         raise ValueError(
             f"[forward] the caches are those of layers {[cache.number for cache in found]}, "
-            f"the model has layers 0 .. {batch.passes.num_layers - 1}"
+            f"the model has layers 0 .. {len(batch.passes.windows) - 1}"
         )
