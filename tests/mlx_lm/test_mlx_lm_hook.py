@@ -27,7 +27,7 @@ def model():
 def maker(model):
     """Whose caches the model hands out, None for stock ones."""
     cache = make_prompt_cache(model)[0]
-    return None if type(cache) is KVCache else cache._batch.passes
+    return None if type(cache) is KVCache else cache.batch.passes
 
 
 def test_installs_leave_in_any_order(model):

@@ -216,11 +216,11 @@ def test_freed_blocks_may_be_reused_while_the_pass_that_reads_them_is_in_flight(
     cache = kv.make_cache()
     k = mx.broadcast_to(mx.arange(16, dtype=mx.float32)[None, None, :, None], (1, HEADS, 16, DIM))
     in_flight = [layer.update_and_fetch(k, k) for layer in cache]  # all 4 blocks, and no read has run
-    table = kv.pool.table(cache[0]._batch.handles[0])
+    table = kv.pool.table(cache[0].batch.handles[0])
     del cache
     successor = kv.make_cache()
     later = [layer.update_and_fetch(k + 100, k + 100) for layer in successor]
-    assert sorted(kv.pool.table(successor[0]._batch.handles[0])) == sorted(table)
+    assert sorted(kv.pool.table(successor[0].batch.handles[0])) == sorted(table)
     mx.eval(later)
     mx.eval(in_flight)
     for old, new in zip(in_flight, later, strict=True):
