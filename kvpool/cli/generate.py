@@ -211,7 +211,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
             sequences = max(options["n"], options["beam_width"]) + 1  # one more: copies, and shared beginnings
             rows = min(max_running, sequences * len(prompts))
             most = blocks_in_memory(args, model, block_size, rows, draft)
-            if given["eviction"] is None and loading.keeps_all(model):
+            if given["eviction"] is None and loading.keeps_every_token(model):
                 refuse_endless(model, lengths, options["max_tokens"], (most - 1) * block_size)
             needed = 1 + sum(sequences * (-(-length // block_size) + 1) for length in lengths)
             num_blocks = most if args.memory else min(most, max(needed, 64))

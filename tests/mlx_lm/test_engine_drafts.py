@@ -1,121 +1,25 @@
-"""`Engine(speculate=...)`: every answer is what the engine gives without drafts, in any company.
+"""`Engine(speculate=...)`: every answer is what the engine gives without drafts.
 
-``KVPOOL_LONG=1`` runs 60 workloads instead of 6, ``KVPOOL_WORKLOAD=17`` number 17 alone.
+Random drafts in any company: `test_engine_workloads`.
 """
-
-import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from mlx_models import ROUTES, VOCAB, computing_on_cpu, random_prompts, tiny_llama
-from scheduler_workload import draw
+from mlx_models import VOCAB, computing_on_cpu, ended, random_prompts, tiny_llama
 
 from benchmarks import tiny_families
-from kvpool import Pool, Request
-from kvpool.adapters.mlx_lm import DraftModel, Engine, PromptLookup, Sampling, tiny
+from kvpool import Request
+from kvpool.adapters.mlx_lm import DraftModel, Engine, PromptLookup, tiny
 from kvpool.adapters.mlx_lm.drafts import Trust
-from kvpool.errors import RequestRejected
 from kvpool.eviction import H2O
 from kvpool.scheduler import Decoding
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
-COUNT = 60 if os.environ.get("KVPOOL_LONG") else 6
-ONLY = os.environ.get("KVPOOL_WORKLOAD")
-SEEDS = [int(ONLY)] if ONLY else range(COUNT)
 MANY = 500  # blocks
-
-
-class Oracle:
-    """Drafts of known answers, of which some are wrong."""
-
-    def __init__(self, answers, seed, right=0.85):
-        self.answers, self.right = answers, right
-        self.rng = np.random.default_rng([seed, 5])
-
-    def __call__(self, rows):
-        found = []
-        for row in rows:
-            known = self.answers[row.request.id, row.index][len(row.generated) :]
-            tokens = np.append(known, self.rng.integers(VOCAB, size=4))[: self.rng.integers(9)]
-            wrong = self.rng.random(len(tokens)) > self.right
-            found.append(np.where(wrong, self.rng.integers(VOCAB, size=len(tokens)), tokens))
-        return found
 
 
 def facts(completion):
     return [(one.tokens.tolist(), one.finish_reason, one.text) for one in completion.samples]
-
-
-def with_sampling(request, rng):
-    """The request with sampling parameters of every kind."""
-    how = {} if request.user is None else {"temperature": 1.0, "seed": request.user}
-    if rng.random() < 0.3:
-        how |= {"frequency_penalty": 0.4, "repetition_penalty": 1.2, "logit_bias": {5: 2.0}}
-    if how.get("temperature") and rng.random() < 0.5:
-        how |= {"top_p": 0.9, "top_k": 40}
-    how["top_logprobs"] = int(rng.choice([0, 0, 3]))
-    return replace(request, user=Sampling(**how), eos=request.eos and (int(rng.integers(VOCAB)),), stop=())
-
-
-def run(engine, arrivals, cancels):
-    """Run a workload. Return the completions and the tokens that listeners got, without those of refused requests."""
-    done, events, tick, arrivals = {}, {}, 0, list(arrivals)
-    while arrivals or engine.num_unfinished:
-        while arrivals and arrivals[0][0] <= tick:
-            request = arrivals.pop(0)[1]
-            mine = events.setdefault(request.id, [])
-            try:
-                engine.submit(request, on_token=None if request.beam_width else mine.append)
-            except RequestRejected:
-                del events[request.id]
-        for name in [name for name, when in cancels.items() if when <= tick and name in engine]:
-            done[name] = engine.cancel(name)
-        done |= {completion.id: completion for completion in engine.step()}
-        tick += 1
-        assert tick < 20_000
-    engine.scheduler.check()
-    return done, events
-
-
-def judge(request, one, alone, events):
-    """Compare a sample with that of an engine without drafts, and with what its listener got."""
-    if one.finish_reason != "cancelled":
-        assert (one.tokens.tolist(), one.finish_reason) == (alone.tokens.tolist(), alone.finish_reason)
-    if request.beam_width:  # what is best so far need not be the beginning of what is best at the end
-        return
-    assert one.tokens.tolist() == alone.tokens[: len(one.tokens)].tolist() == [event.token for event in events]
-    if events:
-        np.testing.assert_allclose(one.logprobs, alone.logprobs[: len(one.tokens)], atol=1e-3)
-        reasons = [event.finish_reason for event in events]
-        assert not any(reasons[:-1]) and one.finish_reason in (reasons[-1], "cancelled")
-    assert all(len(event.top) == request.user.top_logprobs for event in events)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_workload_gives_the_same_with_drafts(model, seed):
-    workload, rng = draw(seed), np.random.default_rng([seed, 9])
-    print(workload)
-    arrivals = [(tick, with_sampling(request, rng)) for tick, request in workload.arrivals]
-    plain, _ = run(Engine(model, MANY, block_size=8, fused=True), arrivals, {})
-    answers = {(name, i): one.tokens for name, done in plain.items() for i, one in enumerate(done.samples)}
-    given = workload.pool | {"reserved_blocks": 1, "num_blocks": workload.pool["num_blocks"] + 1}
-    pool = Pool(seed=1, **given)
-    names = ("max_running", "max_step_tokens", "prefill_chunk", "watermark", "preempt", "plans")
-    options = {name: workload.scheduler[name] for name in names if name in workload.scheduler}
-    route = ROUTES[str(rng.choice(list(ROUTES), p=[0.7, 0.15, 0.15]))]
-    engine = Engine(
-        model, pool=pool, prefix_cache=given["prefix_cache"], speculate=Oracle(answers, seed), **options, **route
-    )
-    cancels = {name: when for name, (when, _) in workload.cancels.items()}
-    done, events = run(engine, arrivals, cancels)
-    requests = {request.id: request for _, request in arrivals}
-    for name, completion in done.items():
-        for index, one in enumerate(completion.samples):
-            mine = [event for event in events[name] if event.index == index]
-            judge(requests[name], one, plain[name].samples[index], mine)
-    stats = pool.stats()
-    assert (stats.used, stats.limbo, stats.sequences, stats.pending) == (0, 0, 0, 0)
 
 
 PROPOSERS = {
@@ -245,7 +149,7 @@ def test_answer_in_the_form_of_a_grammar_has_no_drafts():
         engine = Engine(model, MANY, tokenizer=tokenizer, speculate=speculate)
         engine.submit("number", id="form", grammar=engine.grammars.regex("[0-9]{1,9}"), temperature=1.0, seed=3)
         engine.submit("free", id="free", max_tokens=20)
-        found.append({name: facts(one) for name, one in run(engine, [], {})[0].items()})
+        found.append({name: facts(one) for name, one in ended(engine).items()})
     assert found[0] == found[1] and set(asked) == {"free"}
     assert found[1]["form"][0][2].isdecimal()
 
@@ -254,7 +158,7 @@ def test_stop_string_inside_right_drafts_ends_the_text_before_it():
     model, tokenizer = tiny.make()
     plain = Engine(model, MANY, tokenizer=tokenizer).generate("Hello", max_tokens=60)
     stop = plain.text[20:23]
-    oracle = Oracle({(0, 0): plain.tokens}, 1, right=1.0)
+    oracle = lambda rows: [plain.tokens[len(row.generated) :][:8] for row in rows]  # noqa: E731
     for engine in (Engine(model, MANY, tokenizer=tokenizer, speculate=one) for one in (None, oracle)):
         events = list(engine.stream("Hello", max_tokens=60, stop=stop))
         assert "".join(event.text for event in events) == plain.text[: plain.text.index(stop)]

@@ -7,7 +7,7 @@ import pytest
 from mlx_families import model_of_file
 from mlx_models import batch_tokens, computing_on_cpu, solo_tokens
 
-from benchmarks.tiny_families import NOT_RUN, OWN
+from benchmarks.tiny_families import OWN
 from kvpool.adapters.mlx_lm import install
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
@@ -23,17 +23,9 @@ GATHER = {  # why
     "plamo": "tile",
     "plamo3": "the window of the mask is 25, that of the cache 24",
 }
-FUSED = sorted(OWN.keys() - GATHER.keys())
 SAMPLE = ("cohere2", "deepseek_v2", "gemma3n", "gpt2", "minimax", "olmo3", "phi", "stablelm")  # the others are long
 LATENTS = sorted(name for name, why in GATHER.items() if why == LATENT)
 PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
-
-
-def installed(model, **options):
-    try:
-        return install(model, 100, block_size=4, **options)
-    except ValueError as error:
-        pytest.skip(f"refused: {error}")
 
 
 @pytest.mark.long
@@ -43,7 +35,7 @@ def test_file_with_latents_decodes_over_them_where_the_backend_can(name):
     rng = np.random.default_rng(5)
     prompts = [rng.integers(1, 96, n).tolist() for n in PROMPTS]
     stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
-    with installed(model, backend="numpy") as kv:
+    with install(model, 100, block_size=4, backend="numpy") as kv:
         is_indexed = name in ("deepseek_v32", "glm_moe_dsa")
         assert kv.route.startswith("gather: mlx_lm.models.deepseek_v32.Indexer" if is_indexed else "fused")
         assert batch_tokens(model, prompts, MAX_TOKENS) == stock
@@ -54,11 +46,6 @@ def test_file_with_latents_decodes_over_them_where_the_backend_can(name):
 )
 def test_file_attends_over_the_pool_or_gathers_if_it_computes_with_its_context(name):
     """Its tokens: see test_mlx_lm_families."""
-    route = installed(model_of_file(name)).route
+    route = install(model_of_file(name), 100, block_size=4).route
     print(f"{name:24} {route}")
     assert route.startswith("gather: ") and re.search(GATHER[name], route) if name in GATHER else route == "fused"
-
-
-def test_at_least_90_files_are_fused():
-    print(f"{len(FUSED)} fused, {len(GATHER)} gather, {len(NOT_RUN)} not run here")
-    assert len(FUSED) >= 90

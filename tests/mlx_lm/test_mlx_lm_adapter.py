@@ -171,13 +171,6 @@ def test_mlx_lm_whose_caches_lack_a_call_is_refused_in_a_sentence(model, monkeyp
         install_by(model, 16)
 
 
-def test_install_without_a_size_or_with_two_is_refused(model):
-    with pytest.raises(TypeError, match=r"\[install\]"):
-        install_by(model)
-    with pytest.raises(TypeError, match=r"\[install\]"):
-        install_by(model, 16, pool=Pool(16, 4))
-
-
 @pytest.mark.parametrize(("used", "dtype"), [(1, mx.float32), (0, mx.float16)], ids=["one never used", "two dtypes"])
 def test_layers_that_do_not_use_their_cache_as_keys_and_values_are_held_whole(used, dtype):
     class Odd:

@@ -1,16 +1,16 @@
 """Every kind of cache in one pool: tokens are those of stock mlx-lm alone, windows let go, states survive failures."""
 
 import copy
-import gc
 import logging
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_families import model_of_file as family
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, LRUPromptCache, make_prompt_cache
-from mlx_models import computing_on_cpu
+from mlx_models import assert_all_free, computing_on_cpu, solo_tokens
 
 from benchmarks import tiny_families
 from kvpool import OutOfBlocks, Pool
@@ -24,6 +24,7 @@ VOCAB = 96
 WINDOW = 24  # of the tiny models
 LENGTHS = (1, 23, 90)
 NEW = 8
+alone = partial(solo_tokens, max_tokens=NEW, prefill_step_size=2048)
 SHORT = ("gemma3_text", "gemma4_text", "qwen3_5", "nemotron_h", "falcon_h1", "llama4", "mamba", "deepseek_v41", "afm7")
 BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in mlx-lm, too
 STATEFUL = ("qwen3_5", "mamba", "baichuan_m1", "deepseek_v41")
@@ -33,11 +34,6 @@ def prompts_of(lengths, seed=3):
     rng = np.random.default_rng(seed)
     print(f"prompt seed {seed}")
     return [rng.integers(1, VOCAB, n).tolist() for n in lengths]
-
-
-def alone(model, prompt, cache=None, **options):
-    steps = generate_step(mx.array(prompt), model, max_tokens=NEW, prompt_cache=cache, **options)
-    return [int(token) for token, _ in steps]
 
 
 def together(model, prompts, arrivals=None, caches=None, **options):
@@ -71,14 +67,7 @@ def assert_family(name, lengths=LENGTHS):
         assert [alone(model, prompt) for prompt in prompts] == own
         assert together(model, prompts, [(0, [0, 2]), (5, [1])]) == own
         assert together(model, prompts, prefill_step_size=16) == in_chunks
-    assert_all_free_in_all_arenas(kv)
-
-
-def assert_all_free_in_all_arenas(kv):
-    gc.collect()
-    summary = kv.summary()
-    assert (summary.blocks_used, summary.blocks_leaked, summary.sequences) == (0, 0, 0), summary
-    kv.pool.check()
+    assert_all_free(kv)
 
 
 # ------------------------------------------------------------------------------------------------- tokens
@@ -103,7 +92,7 @@ def test_tokens_where_writes_are_lazy_equal_stock_alone(name):
     own = [alone(model, prompt) for prompt in prompts]
     with install_on_cpu(model, kernels=False) as kv:
         assert together(model, prompts, prefill_step_size=16) == own
-    assert_all_free_in_all_arenas(kv)
+    assert_all_free(kv)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5", "mamba", "llama4", "deepseek_v41"])
@@ -121,9 +110,9 @@ def test_prompts_from_a_cache_of_mlx_lm_give_the_tokens_of_stock(name):
         found = [prompts.fetch_nearest_cache("m", head + tail) for tail in tails]
         assert [rest for _, rest in found] == tails
         assert together(model, tails, caches=[cache for cache, _ in found]) == own
-        assert alone(model, tails[1], prompts.fetch_nearest_cache("m", head + tails[1])[0]) == own[1]
+        assert alone(model, tails[1], prompt_cache=prompts.fetch_nearest_cache("m", head + tails[1])[0]) == own[1]
         del prompts, cache, found
-    assert_all_free_in_all_arenas(kv)
+    assert_all_free(kv)
 
 
 # -------------------------------------------------------------------------------------------------- bytes
@@ -148,7 +137,7 @@ def test_blocks_behind_the_window_go_back_to_the_pool():
             for layer in cache:
                 layer.trim(300)
         del cache, layer
-    assert_all_free_in_all_arenas(kv)
+    assert_all_free(kv)
 
 
 def test_summary_counts_all_arenas_and_states():
@@ -219,7 +208,7 @@ def test_a_pass_that_fails_in_its_last_layer_is_taken_back_in_all_layers(name, f
         failed.is_stopped = False  # an engine's batch stays stopped; here its content is compared
         assert np.array_equal(np.array(model(next_tokens, cache=merged)), expected)
         del merged, clean, caches, failed, batch, cache
-    assert_all_free_in_all_arenas(kv)
+    assert_all_free(kv)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma4_text"])
@@ -236,7 +225,7 @@ def test_a_pass_without_blocks_changes_nothing(name):
             model(mx.ones((1, 16), mx.int32), cache=cache)
         assert kv.summary().blocks_used == held.blocks_used
         del other
-        assert alone(model, prompt[-1:], cache) == own
+        assert alone(model, prompt[-1:], prompt_cache=cache) == own
 
 
 # ----------------------------------------------------------------------------------------------- bad input

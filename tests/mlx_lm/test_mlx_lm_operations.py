@@ -177,24 +177,6 @@ def test_an_interrupted_pass_of_a_dropped_cache_is_taken_back_by_itself(kv):
     kv.pool.check()
 
 
-def test_an_error_between_step_and_first_write_rolls_the_step_back(kv, monkeypatch):
-    cache = kv.make_cache()
-    forward(cache, [1, 2, 3])
-    other = copy.deepcopy(cache)
-    used = kv.pool.stats().used
-
-    def fail(_):
-        raise MemoryError("no memory for the copy")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kv.backend, "copy_blocks", fail)
-        with pytest.raises(MemoryError):
-            forward(cache, [4])
-    assert kv.pool.stats().used == used and kv.pool.stats().pending == 0
-    assert forward(cache, [4])[0].tolist() == [[1, 2, 3, 4]]
-    assert forward(other, [5])[0].tolist() == [[1, 2, 3, 5]]
-
-
 def test_finalizers_note_the_close_and_do_nothing_else():
     class Recorder:
         def __init__(self):
@@ -234,11 +216,11 @@ def test_freed_blocks_may_be_reused_while_the_pass_that_reads_them_is_in_flight(
     cache = kv.make_cache()
     k = mx.broadcast_to(mx.arange(16, dtype=mx.float32)[None, None, :, None], (1, HEADS, 16, DIM))
     in_flight = [layer.update_and_fetch(k, k) for layer in cache]  # all 4 blocks, and no read has run
-    table = kv.pool.table(cache[0]._batch.handles[0])
+    table = kv.pool.table(cache[0].batch.handles[0])
     del cache
     successor = kv.make_cache()
     later = [layer.update_and_fetch(k + 100, k + 100) for layer in successor]
-    assert sorted(kv.pool.table(successor[0]._batch.handles[0])) == sorted(table)
+    assert sorted(kv.pool.table(successor[0].batch.handles[0])) == sorted(table)
     mx.eval(later)
     mx.eval(in_flight)
     for old, new in zip(in_flight, later, strict=True):

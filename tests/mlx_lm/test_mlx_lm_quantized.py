@@ -3,9 +3,9 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache
-from mlx_models import on_cpu, tiny_llama
+from mlx_models import batch_tokens, on_cpu, solo_tokens, tiny_llama
 
 from kvpool.adapters.mlx_lm import install, make_cache
 from kvpool.eviction import H2O
@@ -18,10 +18,6 @@ TOKENS = 12
 def model():
     with on_cpu():
         yield tiny_llama(head_dim=64)
-
-
-def greedy(model, prompt, cache):
-    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=TOKENS, prompt_cache=cache)]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -48,21 +44,9 @@ def test_logits_of_one_sequence_are_those_of_mlx_lms_quantized_cache(model, bits
 )
 def test_batches_generate_what_sequences_generate_alone(model, bits):
     with install(model, num_blocks=40, **bits) as kv:
-        alone = [greedy(model, prompt, kv.make_cache()) for prompt in PROMPTS]
-        generator = BatchGenerator(model, max_tokens=TOKENS)
-        ids = generator.insert(PROMPTS)
-        together = {uid: [] for uid in ids}
-        while responses := generator.next_generated():
-            for response in responses:
-                together[response.uid].append(response.token)
-    assert [together[uid] for uid in ids] == alone
+        alone = [solo_tokens(model, prompt, TOKENS, prompt_cache=kv.make_cache()) for prompt in PROMPTS]
+        assert batch_tokens(model, PROMPTS, TOKENS) == alone
     assert kv.summary().blocks_leaked == 0
-
-
-def test_pool_of_8_bits_takes_the_bytes_of_its_format(model):
-    with install(model, num_blocks=16) as dense, install(model, num_blocks=16, kv_bits=8) as quantized:
-        ratio = quantized.summary().pool_nbytes / dense.summary().pool_nbytes
-    assert ratio == (1 + 8 / 64) / 4  # float32, and so are its scales
 
 
 @pytest.mark.parametrize(
@@ -82,10 +66,10 @@ def test_bits_that_cannot_be_are_refused_and_leave_the_model_alone(model, option
 
 def test_caches_are_asked_for_with_the_bits_of_the_pool(model):
     with install(model, num_blocks=40, k_bits=8, v_bits=4, quant_group_size=32) as kv:
-        due = greedy(model, PROMPTS[0], kv.make_cache())
-        asked = make_cache(model, k_bits=8, v_bits=4, quant_group_size=32)
-        assert greedy(model, PROMPTS[0], asked) == due
-        assert greedy(model, PROMPTS[0], make_cache(model, H2O(max_kv=100), k_bits=8, v_bits=4)) == due
+        due = solo_tokens(model, PROMPTS[0], TOKENS, prompt_cache=kv.make_cache())
+        for given in ((None, {"quant_group_size": 32}), (H2O(max_kv=100), {})):
+            asked = make_cache(model, given[0], k_bits=8, v_bits=4, **given[1])
+            assert solo_tokens(model, PROMPTS[0], TOKENS, prompt_cache=asked) == due
         with pytest.raises(ValueError, match=r"\[make_cache\] k_bits 8, v_bits 8, .* have k_bits 8, v_bits 4"):
             make_cache(model, kv_bits=8)
         with pytest.raises(ValueError, match="quant_group_size 64 are asked for"):
@@ -102,7 +86,7 @@ def test_caches_are_asked_for_with_the_bits_of_the_pool(model):
 
 def test_bits_of_the_engine_that_the_blocks_have_change_nothing(model):
     with install(model, num_blocks=40, kv_bits=8) as kv:
-        due = greedy(model, PROMPTS[0], kv.make_cache())
+        due = solo_tokens(model, PROMPTS[0], TOKENS, prompt_cache=kv.make_cache())
         options = {"max_tokens": TOKENS, "quantized_kv_start": 0}
         given = [int(t) for t, _ in generate_step(mx.array(PROMPTS[0]), model, kv_bits=8, **options)]
         assert given == due
@@ -111,11 +95,3 @@ def test_bits_of_the_engine_that_the_blocks_have_change_nothing(model):
                 list(generate_step(mx.array(PROMPTS[0]), model, **other, **options))
     with install(model, num_blocks=40, k_bits=8, v_bits=4), pytest.raises(ValueError, match="kv_bits=8 with groups"):
         list(generate_step(mx.array(PROMPTS[0]), model, kv_bits=8, **options))
-
-
-def test_budget_goes_with_bits(model):
-    with install(model, num_blocks=40, kv_bits=8, eviction=H2O(max_kv=24)) as kv:
-        cache = kv.make_cache()
-        greedy(model, PROMPTS[2], cache)
-        (handle,) = cache[0].batch.handles
-        assert kv.pool.kv_len(handle) <= 24 < cache[0].offset

@@ -16,11 +16,12 @@ from kvpool.adapters.mlx_lm import EngineStopped, install
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.eviction import H2O, BlockEviction
 
+BEGINS = ("copy_blocks", "prepare")  # before the first layer
 CALLS = ("attend", "compact", "copy_blocks", "queued", "read", "settle", "prepare", "write")
 
 
-class Lost(Exception):
-    """The device is gone."""
+class Lost(BaseException):
+    """The device is gone, or Ctrl-C came while MLX evaluated."""
 
 
 class Failing:
@@ -46,43 +47,6 @@ class Failing:
         return counted
 
 
-def passes(model, route, fail_at=0, is_late=False):
-    """A prompt, decoding, a fork of it. Returns (logits of all passes, what failed, calls)."""
-    with on_cpu():
-        kv = install(model, 60, block_size=4, **ROUTES[route])
-    failing = Failing(kv, fail_at, is_late)
-    with kv:
-        caches, seen = kv.make_cache(), []
-        for tokens in (random_prompts([6]), [[5]], [[6, 7]]):
-            seen.append(np.array(again(kv, model, mx.array(tokens), caches)))
-        kv.pool.check()
-        fork = copy.deepcopy(caches)
-        for cache in (caches, fork):  # the first of them writes into a copy of the block that they share
-            seen.append(np.array(again(kv, model, mx.array([[9, 8, 7]]), cache)))
-        del caches, fork, cache
-        kv.pool.check()
-    stats = kv.pool.stats()
-    assert (stats.used, stats.sequences, stats.pending) == (0, 0, 0)
-    return seen, failing
-
-
-def again(kv, model, tokens, cache):
-    """A pass, made again if it fails: `recover` takes it back, or it is in the pool, and is trimmed off."""
-    length = cache[0].offset
-    try:
-        logits = model(tokens, cache=cache)
-        mx.eval(logits)
-        return logits
-    except Lost:
-        if not kv.recover():
-            assert {layer.offset for layer in cache} in ({length}, {length + tokens.shape[1]})
-            for layer in cache:
-                layer.trim(layer.offset - length)
-    kv.pool.check()
-    assert {layer.offset for layer in cache} == {length} and kv.pool.stats().pending == 0
-    return model(tokens, cache=cache)
-
-
 def each_call_fails_once(run):
     """Play in peace, then once for each call to the storage, which fails: the results are equal. Which calls failed."""
     peace, undisturbed = run()
@@ -96,26 +60,21 @@ def each_call_fails_once(run):
     return failed
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_cache_fed_by_hand_repeats_the_pass_in_which_the_storage_failed(route):
-    model = tiny_llama()
-    failed = each_call_fails_once(lambda *when: passes(model, route, *when))
-    assert failed.keys() >= {"copy_blocks", "prepare", "write", "attend" if route == "fused" else "read"}
-
-
 POLICIES = (H2O(max_kv=12, slack=2), BlockEviction(max_kv=12))
+KINDS = [(route, None) for route in ROUTES] + [("fused", policy) for policy in POLICIES]
 
 
-def within_a_budget(model, policy, fail_at=0, is_late=False):
+def passes(model, route, policy, fail_at=0, is_late=False):
     """A prompt and a fork of it, decoding past a budget. Returns (logits of all passes, what failed, calls)."""
     with on_cpu():
-        kv = install(model, 60, block_size=4, eviction=policy)
+        kv = install(model, 60, block_size=4, eviction=policy, **ROUTES[route])
     failing = Failing(kv, fail_at, is_late)
     with kv:
-        pieces, seen = [*random_prompts([7, 4]), [5]], []
+        pieces, seen = [*random_prompts([7, 4 if policy else 3]), [5]], []
         first = fed(kv, model, kv.make_cache(), pieces, seen=seen)
         for cache, token in ((copy.deepcopy(first), 8), (first, 9)):
-            fed(kv, model, cache, [*pieces, *([token + n] for n in range(4))], len(pieces), seen)
+            more = [[token + n] for n in range(4 if policy else 1)]
+            fed(kv, model, cache, pieces + more, len(pieces), seen)
         del first, cache
         kv.pool.check()
     stats = kv.pool.stats()
@@ -124,7 +83,10 @@ def within_a_budget(model, policy, fail_at=0, is_late=False):
 
 
 def fed(kv, model, cache, pieces, begin=0, seen=None):
-    """The cache after passes on `pieces` from `begin` on; one that fails is made again, if it can be in that cache."""
+    """The cache after passes on `pieces` from `begin` on. One that fails is made again, in that cache if possible.
+
+    `recover` takes it back, or it is in the pool, and is trimmed off.
+    """
     for number in range(begin, len(pieces)):
         tokens, length = mx.array([pieces[number]]), cache[0].offset
         try:
@@ -134,9 +96,16 @@ def fed(kv, model, cache, pieces, begin=0, seen=None):
             is_torn = str(lost) == "compact"
             if is_torn:
                 requires_a_new_cache(model, tokens, cache)
-            if not kv.recover() and (is_torn or cache[0].offset > length):
+            is_back = kv.recover()
+            assert not is_back or str(lost) not in BEGINS or kv.eviction, "it was not taken back before its first layer"
+            if kv.eviction is not None and not is_back and (is_torn or cache[0].offset > length):
                 cache = fed(kv, model, kv.make_cache(), pieces[:number])
+            elif kv.eviction is None and not is_back:
+                assert {layer.offset for layer in cache} in ({length}, {length + tokens.shape[1]})
+                for layer in cache:
+                    layer.trim(layer.offset - length)
             kv.pool.check()
+            assert {layer.offset for layer in cache} == {length} and kv.pool.stats().pending == 0
             logits = model(tokens, cache=cache)
         if seen is not None:
             seen.append(np.array(logits))
@@ -149,11 +118,14 @@ def requires_a_new_cache(model, tokens, cache):
             use()
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_cache_within_a_budget_goes_on_or_says_that_it_cannot(policy):
+@pytest.mark.parametrize(("route", "policy"), KINDS)
+def test_cache_fed_by_hand_goes_on_or_says_that_it_cannot(route, policy):
     model = tiny_llama()
-    failed = each_call_fails_once(lambda *when: within_a_budget(model, policy, *when))
-    assert failed.keys() >= {"attend", *(() if policy.whole_blocks else ("compact", "copy_blocks"))}
+    failed = each_call_fails_once(lambda *when: passes(model, route, policy, *when))
+    calls = {"prepare", "write", "attend" if route == "fused" else "read"}
+    if policy is None or not policy.whole_blocks:
+        calls |= {"copy_blocks"} if policy is None else {"copy_blocks", "compact"}
+    assert failed.keys() >= calls
 
 
 def served(model, route, fail_at=0, is_late=False):
@@ -163,7 +135,7 @@ def served(model, route, fail_at=0, is_late=False):
         failing = Failing(engine.kv, fail_at, is_late)
         prompts = random_prompts([9, 6])
         for number, prompt in enumerate(prompts):
-            request = Request(id=number, prompt=np.array(prompt, np.int32), max_tokens=4, n=1 + 2 * number)
+            request = Request(id=number, prompt=np.array(prompt, np.int32), max_tokens=3, n=1 + 2 * number)
             engine.submit(request)
         done, raised = {}, 0
         while engine.num_unfinished:

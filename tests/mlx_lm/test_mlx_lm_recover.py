@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
-from mlx_models import PROMPTS, ROUTES, SMALL_STEPS, batch_tokens, on_cpu, random_prompts, tiny_llama
+from mlx_models import PROMPTS, SMALL_STEPS, batch_tokens, random_prompts, tiny_llama
 
 from kvpool.adapters.mlx_lm import EngineStopped, PagedKVCache, install
 from kvpool.errors import OutOfBlocks
@@ -35,32 +35,6 @@ def fail_once(model, monkeypatch, number):
 
     monkeypatch.setattr(model.layers[1], "self_attn", fail)
     return calls
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("layer", range(3))
-def test_a_pass_that_stops_in_a_layers_write_can_be_taken_back(model, monkeypatch, route, layer):
-    """Ctrl-C during the evaluation that a write waits for, the last layer's too: its token is not in the pool."""
-    with on_cpu():
-        kv = install(model, 50, block_size=4, **ROUTES[route])
-    tokens = mx.array(random_prompts([12, 12]))
-    expected = model(tokens[:, 8:], cache=grown(kv, model, tokens[:, :8]))
-    cache = grown(kv, model, tokens[:, :8])
-    write = kv.backend.write
-
-    def stop(step, at, *arguments):
-        if at == layer:
-            raise KeyboardInterrupt
-        write(step, at, *arguments)
-
-    with monkeypatch.context() as patch, kv:
-        patch.setattr(kv.backend, "write", stop)
-        with pytest.raises(KeyboardInterrupt):
-            model(tokens[:, 8:], cache=cache)
-    with pytest.raises(RuntimeError, match=r"kv\.recover\(\) takes it back"):
-        model(tokens[:, 8:], cache=cache)
-    assert kv.recover() and kv.pool.stats().pending == 0
-    assert mx.array_equal(model(tokens[:, 8:], cache=cache), expected)
 
 
 def grown(kv, model, tokens):

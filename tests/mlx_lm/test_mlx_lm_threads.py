@@ -2,6 +2,8 @@
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -21,18 +23,9 @@ def kv(model):
 
 def in_thread(call):
     """What `call` returned, or raised, in a thread of its own that has ended since."""
-    results = []
-
-    def run():
-        try:
-            results.append(call())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, name="visitor")
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1, "visitor") as threads:
+        done = threads.submit(call)
+    return done.exception() or done.result()
 
 
 def update(cache, layers):
@@ -70,25 +63,21 @@ def test_blocks_that_a_pass_in_progress_copies_from_are_not_leaked(kv):
 def test_the_account_may_be_polled_while_an_engine_runs(model, kv):
     prompts = random_prompts(PROMPTS)
     expected = batch_tokens(model, prompts, 40)
-    done, summaries, errors = threading.Event(), [], []
+    done, summaries = threading.Event(), []
 
     def poll():
-        try:
-            while not done.is_set():
-                summaries.append(kv.summary())
-        except BaseException as error:
-            errors.append(error)
+        while not done.is_set():
+            summaries.append(kv.summary())
 
-    poller = threading.Thread(target=poll)
-    poller.start()
-    try:
-        with kv:
-            tokens = batch_tokens(model, prompts, 40)
-    finally:
-        done.set()
-        poller.join()
+    with ThreadPoolExecutor(1) as threads:
+        poller = threads.submit(poll)
+        try:
+            with kv:
+                tokens = batch_tokens(model, prompts, 40)
+        finally:
+            done.set()
+        poller.result()
     assert tokens == expected
-    assert not errors
     assert len({summary.blocks_used for summary in summaries}) > 3, "the polls missed the run"
     assert {summary.blocks_leaked for summary in summaries} == {0}
 
@@ -120,33 +109,26 @@ def test_an_engine_that_was_refused_is_stopped_and_the_other_one_goes_on(kv):
     update(first, [0, 1, 2])
 
 
-def serve(model, prompts, turn, tokens, max_tokens):
-    """Run `prompts` to the end in this thread, each step of the engine inside ``with turn()``."""
-    with turn():
+def serve(model, lock, prompts):
+    """Tokens of prompts that run in this thread, which holds the lock for each step of its engine."""
+    with lock:
         generator = BatchGenerator(model, **SMALL_STEPS)
-        uids = generator.insert(prompts, [max_tokens] * len(prompts))
+        uids = generator.insert(prompts, [16] * len(prompts))
     rows = {uid: [] for uid in uids}
     while True:
-        with turn():
+        with lock:
             begun, responses = generator.next()
         for response in responses:
             rows[response.uid].append(response.token)
         if not begun and not responses:
             break
-    tokens.append([rows[uid] for uid in uids])
+    return [rows[uid] for uid in uids]
 
 
 def test_engines_in_two_threads_that_take_turns_equal_stock(model, kv):
     requests = [random_prompts(PROMPTS, seed) for seed in (1, 2)]
     expected = [batch_tokens(model, prompts) for prompts in requests]
-    lock, tokens = threading.Lock(), [[], []]
-    with kv:
-        threads = [
-            threading.Thread(target=serve, args=(model, prompts, lambda: lock, got, 16))
-            for prompts, got in zip(requests, tokens, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert tokens == [[rows] for rows in expected]
+    lock = threading.Lock()
+    with kv, ThreadPoolExecutor(2) as threads:
+        tokens = list(threads.map(partial(serve, model, lock), requests))
+    assert tokens == expected

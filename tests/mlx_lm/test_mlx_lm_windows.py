@@ -23,8 +23,6 @@ from mlx_models import (
 )
 
 from kvpool.adapters.mlx_lm import Engine, install, passes
-from kvpool.errors import OutOfBlocks
-from kvpool.scheduler.needs import Needs
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 MAKERS = {"gemma3": tiny_gemma3, "gpt_oss": tiny_gpt_oss, "sliding llama": tiny_sliding_llama}
@@ -59,7 +57,7 @@ def speculated(model, draft, prompt, num_draft):
     return [token for token, _ in found], sum(from_draft for _, from_draft in found)
 
 
-@pytest.mark.parametrize(("fused", "num_draft"), [(True, 3), (False, 3), (True, 7)])
+@pytest.mark.parametrize(("fused", "num_draft"), [(True, 7), (False, 3)])
 def test_speculative_decoding_gives_the_models_own_tokens_beyond_its_window(model, fused, num_draft):
     """mlx-lm's own caches take nothing back from a window that is full. So the oracle is one token at a time."""
     draft, prompts = noisy(model), random_prompts((3, 17, 30))
@@ -142,9 +140,8 @@ def longest_answers(kv, limits, chunk):
     return len(admitted)
 
 
-def test_admission_that_forgets_the_chunk_runs_out_of_blocks(monkeypatch):
-    init, model = Needs.__init__, tiny_gemma3()
-    prompts = random_prompts([60] * 2)
+def test_admission_has_room_for_the_chunk():
+    model, prompts = tiny_gemma3(), random_prompts([60] * 2)
 
     def served(num_blocks):
         """Two prompts, each in one pass, if they are admitted."""
@@ -155,9 +152,6 @@ def test_admission_that_forgets_the_chunk_runs_out_of_blocks(monkeypatch):
         return True
 
     assert [served(num_blocks) for num_blocks in (20, 35)] == [False, True]
-    monkeypatch.setattr(Needs, "__init__", lambda self, pool, chunk: init(self, pool, 1))
-    with pytest.raises(OutOfBlocks):
-        served(20)
 
 
 def test_requests_cost_what_their_windows_hold_and_not_all_their_tokens():

@@ -639,23 +639,12 @@ def causal_mask(
         if not return_array:
             return "causal"
     different = slice(1) if is_even else slice(None)  # one row stands for all equal ones
-    mask = _mask(lens[different], ends[different], num_columns, kv_len, window, keep)
-    if oldest is not None:
-        mask = mask & (mx.arange(kv_len) >= mx.array(oldest[different].astype(np.int32))[:, None, None, None])
-    return mask
-
-
-def _mask(
-    starts: np.ndarray, ends: np.ndarray, num_columns: int, kv_len: int, window: int | None, keep: int
-) -> mx.array:
-    """Causal mask, bool ``[B, 1, N, C]``: column j of row i sits at position ``starts[i] + j``.
-
-    Padding columns repeat the row's last position: they see something, so nothing becomes NaN.
-    """
-    last = np.maximum(ends - 1, 0)
-    position = np.minimum(starts[:, None] + np.arange(num_columns), last[:, None]).astype(np.int32)
+    last = np.maximum(ends[different] - 1, 0)  # padding columns repeat it: they see something, so nothing becomes NaN
+    position = np.minimum(lens[different, None] + np.arange(num_columns), last[:, None]).astype(np.int32)
     query, key = mx.array(position)[:, None, :, None], mx.arange(kv_len)
     mask = key <= query
     if window is not None:
         mask = mask & ((key > query - window) | (key < keep))
+    if oldest is not None:
+        mask = mask & (key >= mx.array(oldest[different].astype(np.int32))[:, None, None, None])
     return mask

@@ -26,7 +26,6 @@ from kvpool.adapters.mlx_lm.passes import (
     FORMATS,
     NOT_OPENED,
     EngineStopped,
-    Known,
     Passes,
     Rows,
     Turn,
@@ -57,8 +56,8 @@ class Batch:
     is_merged : bool
         Whether the batch is the result of `merge`. Then ``offset`` is an array with one entry per row, as in
         mlx-lm's batch caches. Otherwise it is an int.
-    known : sequence of Known, optional
-        What the prefix cache knows of each sequence. Default: nothing.
+    namespaces : sequence of bytes, optional
+        In which each sequence was opened. Default: that of `passes`.
     policy : Policy, optional
         Selects the tokens that are evicted, see `kvpool.eviction`.
     """
@@ -69,19 +68,18 @@ class Batch:
         handles: Sequence[int],
         lens: Sequence[int],
         is_merged: bool,
-        known: Sequence[Known] | None = None,
+        namespaces: Sequence[bytes] | None = None,
         policy: Policy | None = None,
     ) -> None:
         self.passes = passes
         self.handles = list(handles)
-        self.known = [Known(passes.namespace)] * len(self.handles) if known is None else list(known)
+        self.namespaces = [passes.namespace] * len(self.handles) if namespaces is None else list(namespaces)
         self.rows = Rows(np.array(lens, np.int64))
         self.is_merged = is_merged
         self.count = 0  # operations so far
         self.base = 0  # operations before it need not be followed any more, see `recover`
         self.base_rows = self.rows  # what a facade that is still before `base` sees
         self.is_stopped = False  # see `Passes.stop_engines`
-        self.is_torn = False  # an eviction failed half-way
         self._operation: _Operation | None = None
         self.missing = 0  # layers that have yet to issue the last operation
         self._plan: Any = None
@@ -129,7 +127,7 @@ class Batch:
                 self._forward = result
             self.count += 1
             self._operation = _Operation(name, key, result, self.rows)
-            self.missing = self.passes.num_layers
+            self.missing = len(self.passes.windows)
         operation = self._operation
         if cursor != self.count - 1 or operation is None or (operation.name, operation.key) != (name, key):
             done = "nothing" if operation is None else f"{operation.name}{operation.key}"
@@ -154,14 +152,14 @@ class Batch:
                 f"[{call}] a forward pass failed while these {len(self.handles)} sequences were in an engine, "
                 "which may have lost tokens: discard it, make a new one and insert its prompts again"
             )
-        if self.is_torn:
+        if self.eviction is not None and self.eviction.is_torn:
             raise EngineStopped(
                 f"[{call}] an eviction failed when these {len(self.handles)} sequences had lost tokens and what stays "
                 "was not moved yet, they cannot be read any more: make a new cache and feed it their tokens again"
             )
         if self._operation is not None:
             raise RuntimeError(
-                f"[{call}] {self.missing} of {self.passes.num_layers} layers have not done the operation before "
+                f"[{call}] {self.missing} of {len(self.passes.windows)} layers have not done the operation before "
                 f"({self._operation.name}); if a forward pass was interrupted, kv.recover() takes it back"
             )
 
@@ -175,8 +173,6 @@ class Batch:
         """Return to `rows`, the state before a forward pass that some layers have not done."""
         self._end_pass()
         self.rows = self.base_rows = rows
-        if self.eviction is not None:
-            self.eviction.forget()
         self.count += 1  # now all layers are behind, also those that did the pass, and see `rows`
         self.base = self.count
         self.missing = 0
@@ -189,7 +185,7 @@ class Batch:
         if num_rows != len(self.handles):
             self._spread(num_rows)
         passes = self.passes
-        if passes.is_called:
+        if passes.layout.is_called:
             raise RuntimeError(
                 "[update_and_fetch] this model's caches work only inside the install block, and only in a call of the "
                 "model itself: a part of it was called, or the block has ended"
@@ -244,7 +240,6 @@ class Batch:
         self.passes.undo()
         if self.is_merged:
             self.passes.stop_engines()
-        self.is_torn = self.eviction is not None and self.eviction.is_torn
 
     # ------------------------------------------------------------------------------------------ a hooked call
 
@@ -276,7 +271,7 @@ class Batch:
             self._take_back()
             raise
         self._operation = _Operation("forward", (num_rows, num_columns), None, before)
-        self.missing = self.passes.num_layers
+        self.missing = len(self.passes.windows)
         return turn
 
     def end_turn(self, rows: Rows, held: Held) -> None:
@@ -326,7 +321,7 @@ class Batch:
         with self.passes.lock:
             self._close(self.handles[num_rows:])
             self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
-            self.known = (self.known + [Known(self.passes.namespace)] * num_rows)[:num_rows]
+            self.namespaces = [self.passes.namespace] * num_rows
         self.rows = Rows(np.zeros(num_rows, np.int64))
         self.held = nothing(self.passes.layout, num_rows)
         self.eviction = Eviction.of(self.policy, self.passes, num_rows)
@@ -340,7 +335,7 @@ class Batch:
     def _open_all(self) -> None:
         for row, handle in enumerate(self.handles):
             if handle == NOT_OPENED:
-                self.handles[row] = int(self.passes.pool.open(0, self.known[row].namespace))
+                self.handles[row] = int(self.passes.pool.open(0, self.namespaces[row]))
 
     def _fitting_plan(self, num_tokens: int, after: Rows) -> Any:
         """Return the batch's plan, or a larger one. Sizes double, so this is rare."""
@@ -395,7 +390,7 @@ class Batch:
             layout, num_rows = self.passes.layout, len(self.handles)
             self.held = joined(layout, [(self.held, num_rows), (chosen(layout, other.held, indices), len(indices))])
             self.handles += forks
-            self.known += [other.known[i] for i in indices]
+            self.namespaces += [other.namespaces[i] for i in indices]
         if self.eviction is not None and other.eviction is not None:
             self.eviction.append(other.eviction, indices)
         mine, theirs, picked = self.rows, other.rows, list(indices)
@@ -414,7 +409,7 @@ class Batch:
             raise ValueError(f"[filter] indices {list(keep)} are not distinct")
         with self.passes.lock:
             self._close([handle for i, handle in enumerate(self.handles) if i not in set(keep)])
-            self.handles, self.known = kept, [self.known[i] for i in keep]
+            self.handles, self.namespaces = kept, [self.namespaces[i] for i in keep]
             self.held = chosen(self.passes.layout, self.held, keep)
         todo = self.rows.todo
         index = np.array(keep, np.int64)
@@ -432,10 +427,6 @@ class Batch:
         rows = Rows(lens, gone=self.rows.gone)
         if self.eviction is not None:
             self.eviction.truncate(rows.held)
-        self.known = [
-            known._replace(num_tokens=min(known.num_tokens, n))
-            for known, n in zip(self.known, lens.tolist(), strict=True)
-        ]
         return int((self.rows.lens - lens).max(initial=0)), rows
 
     def prepare(self, lengths: Sequence[int]) -> tuple[None, Rows]:
@@ -454,15 +445,14 @@ class Batch:
         After an eviction nothing is committed: what is left is not the KV of a prompt.
         """
         self.require_idle("commit")
-        if self.rows.gone[0]:
+        length, prefix = int(self.rows.lens[0]), self.passes.pool.prefix
+        if self.rows.gone[0] or not length:
             return 0
-        (known,) = self.known
-        length = int(self.rows.lens[0])
-        if known.num_tokens < length:
-            with self.passes.lock:
-                self.passes.pool.prefix.commit(self.handles[0], tokens[known.num_tokens : length])
-                self.known = [known._replace(num_tokens=length)]
-        return length - known.num_tokens
+        with self.passes.lock:
+            known = prefix.committed(self.handles[0])
+            if known < length:
+                prefix.commit(self.handles[0], tokens[known:length])
+        return length - known
 
     def commit_inputs(self, turn: Turn, places: np.ndarray, inputs: np.ndarray) -> None:
         """Commit the tokens that a turn has computed of rows that were on their way to a checkpoint.
@@ -472,10 +462,9 @@ class Batch:
         pool = self.passes.pool
         with self.passes.lock:
             for row in np.flatnonzero((places >= 0) & (turn.new > 0)).tolist():
-                handle, first, length = self.handles[row], int(turn.first[row]), int(turn.after.lens[row])
+                handle, first = self.handles[row], int(turn.first[row])
                 if pool.prefix.committed(handle) == turn.before.lens[row]:
                     pool.prefix.commit(handle, inputs[row, first : first + int(turn.new[row])])
-                    self.known[row] = self.known[row]._replace(num_tokens=length)
 
     def blocks(self, row: int, group: int) -> list[int]:
         """Return the blocks that a row holds in a group, all columns."""
@@ -517,32 +506,27 @@ class PagedKVCache:
     There is no ``__len__`` and no ``__bool__``, because mlx-lm tests ``if cache`` and would treat an empty cache as
     none. There are no ``meta_state``, ``keys`` or ``values`` and no setter of ``state``, because K and V are in the
     pool and a cache cannot be saved or loaded.
+
+    Attributes
+    ----------
+    batch : Batch
+        The sequences behind this layer and all others.
+    hooked_batch : Batch or None
+        The same, if calls of the model with this cache are hooked.
+    number : int
+        Which of the model's caches this is.
     """
 
     def __init__(self, batch: Batch, layer: int) -> None:
-        self._batch = batch
-        self._layer = layer
+        self.batch = batch
+        self.hooked_batch = batch if batch.passes.layout.is_called else None
+        self.number = layer
         self._cursor = batch.count
         self._rows = batch.rows
         self._forward: Forward | None = None  # the last forward pass, None if something else came after it
 
     def __repr__(self) -> str:
-        return f"PagedKVCache(layer={self._layer}, lengths={self._seen().lens.tolist()})"
-
-    @property
-    def batch(self) -> Batch:
-        """The sequences behind this layer and all others."""
-        return self._batch
-
-    @property
-    def hooked_batch(self) -> Batch | None:
-        """The batch, if calls of the model with this cache are hooked. See `calls`."""
-        return self._batch if self._batch.passes.is_called else None
-
-    @property
-    def number(self) -> int:
-        """Which of the model's caches this is."""
-        return self._layer
+        return f"PagedKVCache(layer={self.number}, lengths={self._seen().lens.tolist()})"
 
     def __getitem__(self, index: int) -> NoReturn:
         raise RuntimeError(
@@ -560,8 +544,8 @@ class PagedKVCache:
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: an int, or int32 ``[B]`` for merged caches. It counts evicted tokens."""
-        rows = self._rows if self._cursor >= self._batch.base else self._batch.base_rows  # `_seen`, twice per layer
-        return rows.offsets if self._batch.is_merged else int(rows.lens[0])
+        rows = self._rows if self._cursor >= self.batch.base else self.batch.base_rows  # `_seen`, twice per layer
+        return rows.offsets if self.batch.is_merged else int(rows.lens[0])
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -576,7 +560,7 @@ class PagedKVCache:
         PagedMask
             On the fused route. Of latents, None for one column; chunks gather.
         """
-        batch, window = self._batch, self._batch.passes.windows[self._layer]
+        batch, window = self.batch, self.batch.passes.windows[self.number]
         if batch.passes.is_fused and not batch.passes.layout.has_latents:
             return paged_mask(window_size, window)
         if batch.passes.is_fused and N == 1:
@@ -606,7 +590,7 @@ class PagedKVCache:
             A pass failed while these sequences were in an engine (see `PagedKV.recover`), or an eviction failed
             half-way.
         """
-        batch, passes = self._batch, self._batch.passes
+        batch, passes = self.batch, self.batch.passes
         dtype = passes.dtype
         if keys.dtype != dtype or values.dtype != dtype:
             raise wrong_dtype(keys, values, dtype)
@@ -614,28 +598,28 @@ class PagedKVCache:
         shape = num_rows, num_columns
         self._forward = None
         self._cursor, self._rows, forward = batch.issue(self._cursor, "forward", shape, lambda: batch.forward(*shape))
-        forward.put(self._layer, keys, values)
+        forward.put(self.number, keys, values)
         if not batch.missing:
             batch.stored()
         self._forward = forward
         if not forward.is_fused or passes.layout.has_latents:
             return self.keys_and_values()
-        context = PagedContext(forward, self._layer, passes.windows[self._layer])  # here too: each call costs time
+        context = PagedContext(forward, self.number, passes.windows[self.number])  # here too: each call costs time
         return context, context
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return the contexts of the last ``update_and_fetch``, for layers that attend to another layer's cache."""
-        if self._forward is None or self._cursor != self._batch.count:
+        if self._forward is None or self._cursor != self.batch.count:
             raise RuntimeError("[keys_and_values] no update_and_fetch since the cache was made or changed")
-        forward, passes = self._forward, self._batch.passes
-        if forward.is_fused and self._batch.passes.is_fused:
+        forward, passes = self._forward, self.batch.passes
+        if forward.is_fused and self.batch.passes.is_fused:
             if not passes.layout.has_latents:
-                context = PagedContext(forward, self._layer, passes.windows[self._layer])
+                context = PagedContext(forward, self.number, passes.windows[self.number])
                 return context, context
             if forward.shape[1] == 1:
-                return paged_latents(forward, self._layer, passes.windows[self._layer])
+                return paged_latents(forward, self.number, passes.windows[self.number])
         forward.flush()
-        contexts: tuple[mx.array, mx.array] = passes.backend.read(forward.step, self._layer)
+        contexts: tuple[mx.array, mx.array] = passes.backend.read(forward.step, self.number)
         return contexts
 
     # ------------------------------------------------------------------------------------------- batching
@@ -645,46 +629,46 @@ class PagedKVCache:
         """Return one cache with forks of the sequences of `caches`. Those stay unchanged."""
         first = caches[0]
         _require_paged("merge", caches)
-        batches = [cache._batch for cache in caches]
+        batches = [cache.batch for cache in caches]
 
         def execute() -> tuple[Batch, Rows]:
             for batch in batches:
                 batch.require_idle("merge")
-            merged = Batch(first._batch.passes, [], [], is_merged=True, policy=first._batch.policy)
+            merged = Batch(first.batch.passes, [], [], is_merged=True, policy=first.batch.policy)
             for batch in batches:
                 merged.extend(batch)
-            return merged, first._batch.rows
+            return merged, first.batch.rows
 
-        return cls(first._issue("merge", tuple(map(id, batches)), execute), first._layer)
+        return cls(first._issue("merge", tuple(map(id, batches)), execute), first.number)
 
     def extend(self, other: PagedKVCache) -> None:
         """Append forks of the sequences of `other`."""
         _require_paged("extend", [other])
-        batch = self._batch
-        self._issue("extend", id(other._batch), lambda: batch.extend(other._batch))
+        batch = self.batch
+        self._issue("extend", id(other.batch), lambda: batch.extend(other.batch))
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep these rows, in this order. The blocks of the others return to the pool."""
         keep = self._indices("filter", batch_indices)
-        self._issue("filter", keep, lambda: self._batch.filter(keep))
+        self._issue("filter", keep, lambda: self.batch.filter(keep))
 
     def extract(self, idx: int) -> PagedKVCache:
         """Return a new cache with a fork of row `idx`."""
         (row,) = self._indices("extract", [idx])
-        batch = self._batch
+        batch = self.batch
         one = self._issue("extract", row, lambda: (batch.fork([row], is_merged=False), batch.rows))
-        return PagedKVCache(one, self._layer)
+        return PagedKVCache(one, self.number)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         """A fork. One ``copy.deepcopy`` of the list of all layers makes one fork, through its memo."""
-        batch = self._batch
+        batch = self.batch
         fork = memo.get(id(batch))
         if fork is None:
             batch.require_idle("deepcopy")
             fork = batch.fork(range(len(batch.handles)), batch.is_merged)
             fork.rows = batch.rows
             memo[id(batch)] = fork
-        return PagedKVCache(fork, self._layer)
+        return PagedKVCache(fork, self.number)
 
     def __reduce__(self) -> Any:
         raise TypeError("[PagedKVCache] cannot be pickled or copied, only deep-copied (a fork)")
@@ -704,17 +688,17 @@ class PagedKVCache:
         if lengths is None:
             raise ValueError("[prepare] right_padding needs lengths")
         key = tuple(map(int, lengths))
-        self._issue("prepare", key, lambda: self._batch.prepare(key))
+        self._issue("prepare", key, lambda: self.batch.prepare(key))
 
     def finalize(self) -> None:
         """End the padded input."""
-        self._issue("finalize", (), self._batch.finalize)
+        self._issue("finalize", (), self.batch.finalize)
 
     # ----------------------------------------------------------------------------------- length and memory
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be dropped: nothing was evicted or let go, and no layer has a state."""
-        rows, layout = self._seen(), self._batch.passes.layout
+        rows, layout = self._seen(), self.batch.passes.layout
         if rows.gone.any() or layout.held:
             return False
         return not rows.lens.max(initial=0) > layout.least_bound
@@ -724,7 +708,7 @@ class PagedKVCache:
         n = index(n)
         if n < 0:
             raise ValueError(f"[trim] n is {n}, the least is 0")
-        return self._issue("trim", n, lambda: self._batch.trim(n))
+        return self._issue("trim", n, lambda: self.batch.trim(n))
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """Return the cache itself, if its blocks have these bits. mlx-lm calls this for its ``kv_bits``.
@@ -734,10 +718,10 @@ class PagedKVCache:
         ValueError
             The blocks have other bits. `install` sets the bits; a cache cannot change them.
         """
-        place = self._batch.passes.layout.places[self._layer]
+        place = self.batch.passes.layout.places[self.number]
         if place is None:
             return self
-        spec = self._batch.passes.backends[place.storage].spec
+        spec = self.batch.passes.backends[place.storage].spec
         if spec.bits == (bits, bits) and spec.quant_group_size == group_size:
             return self
         raise ValueError(
@@ -756,10 +740,10 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the rows' blocks in this layer, or of its state. A shared block counts once per row."""
-        batch, passes = self._batch, self._batch.passes
-        place = passes.layout.places[self._layer]
+        batch, passes = self.batch, self.batch.passes
+        place = passes.layout.places[self.number]
         if place is None:
-            return sum(x.nbytes for x in arrays_in(batch.held[self._layer]))
+            return sum(x.nbytes for x in arrays_in(batch.held[self.number]))
         spec = passes.backends[place.storage].spec
         blocks = sum(len(batch.blocks(row, place.group)) for row in range(len(batch.handles)))
         return blocks // passes.layout.groups[place.group].columns * spec.block_nbytes // spec.num_layers
@@ -771,21 +755,21 @@ class PagedKVCache:
         The state cannot be saved or set, because the pool's arrays belong to all its caches. ``save_prompt_cache``
         raises ValueError and writes nothing.
         """
-        passes = self._batch.passes
-        place = passes.layout.places[self._layer]
+        passes = self.batch.passes
+        place = passes.layout.places[self.number]
         if place is None:
-            return [*arrays_in(self._batch.held[self._layer]), _NotSaved()]
+            return [*arrays_in(self.batch.held[self.number]), _NotSaved()]
         return [*passes.backends[place.storage].queued(place.array), _NotSaved()]
 
     # ------------------------------------------------------------------------------------------- internals
 
     def _seen(self) -> Rows:
         """Return the rows as of this layer's last operation."""
-        return self._rows if self._cursor >= self._batch.base else self._batch.base_rows
+        return self._rows if self._cursor >= self.batch.base else self.batch.base_rows
 
     def _issue(self, name: str, key: Any, execute: Any) -> Any:
         self._forward = None
-        self._cursor, self._rows, result = self._batch.issue(self._cursor, name, key, execute)
+        self._cursor, self._rows, result = self.batch.issue(self._cursor, name, key, execute)
         return result
 
     def _indices(self, call: str, indices: Sequence[int] | mx.array) -> tuple[int, ...]:

@@ -226,8 +226,6 @@ class Engine:
         on_events: Callable[[list[Any]], object] | None = None,
         **scheduling: Any,
     ) -> None:
-        if (num_blocks is None) == (pool is None):
-            raise TypeError("[Engine] either num_blocks or pool is needed, and not both")
         how: dict[str, Any] = {"prefix_cache": prefix_cache, "fused": fused, "kernels": kernels}
         how |= {"backend": backend, "block_size": block_size, "max_seqs": 2 * max_running + 16, "eviction": eviction}
         how |= {"store": store, "kv_bits": kv_bits, "events": MOST_EVENTS if on_events is not None else 0}

@@ -23,7 +23,7 @@ from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.eviction import check_policy
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
-from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Known, Passes, site_of
+from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Passes, site_of
 from kvpool.adapters.mlx_lm.server_hook import server_sites
 from kvpool.adapters.mlx_lm.shapes import COUNTS_CONTEXT, ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
@@ -156,23 +156,13 @@ def install(
     if (num_blocks is None) == (pool is None):
         raise TypeError("[install] either num_blocks or pool is needed, and not both")
     storage = partial(make_storage, backend=backend, kernels=kernels)
-    layout = _layout(_shape(model, eviction), block_size, pool, prefix_cache, eviction, storage, quantization)
+    layout = _layout(model, block_size, pool, prefix_cache, eviction, storage, quantization)
     policy = None if isinstance(eviction, SlidingWindow) else eviction
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, bool(policy), events, max_model_len)
     paged = partial(_paged, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
-
-
-def _shape(model: Any, eviction: Any) -> ModelShape:
-    """Return what the caches of a model are, its full layers under a window if it is to have one."""
-    shape = inspect_model(model)
-    if not isinstance(eviction, SlidingWindow):
-        return shape
-    if type(model).__module__ in COUNTS_CONTEXT:
-        raise ValueError("[install] this model takes positions from the length of its context: leave eviction out")
-    return shape.sliding(eviction)
 
 
 def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
@@ -203,7 +193,7 @@ def layout_on(
 
 
 def _layout(
-    model: ModelShape,
+    model: Any,
     block_size: int,
     pool: Any,
     prefix_cache: bool,
@@ -212,9 +202,13 @@ def _layout(
     quantization: dict[str, int | None],
 ) -> Layout:
     """Return how the caches of a model are held: in one full group where a given pool has no other."""
-    keeps_all = pool is not None and pool.options.groups == (Group.full(),) and not isinstance(eviction, SlidingWindow)
+    shape, keeps_all = inspect_model(model), pool is not None and pool.options.groups == (Group.full(),)
+    if isinstance(eviction, SlidingWindow):
+        if type(model).__module__ in COUNTS_CONTEXT:
+            raise ValueError("[install] this model takes positions from the length of its context: leave eviction out")
+        shape, keeps_all = shape.sliding(eviction), False
     size = block_size if pool is None else pool.block_size
-    layout = layout_on(storage, model, size, keeps_all, **quantization)
+    layout = layout_on(storage, shape, size, keeps_all, **quantization)
     if isinstance(eviction, Policy):
         layout.evicting("install", eviction)
     if pool is not None:
@@ -536,8 +530,7 @@ class PagedKV:
             num_cached = self.pool.num_tokens(handle)
         self.query_tokens += len(tokens)
         self.hit_tokens += num_cached
-        known = Known(own, num_cached, cut)
-        batch = Batch(self.passes, [handle], [num_cached], False, [known], self.eviction)
+        batch = Batch(self.passes, [handle], [num_cached], False, [own], self.eviction)
         return self._caches(batch), num_cached
 
     def commit(self, caches: Sequence[PagedKVCache], tokens: Sequence[int], namespace: bytes = b"") -> int:
@@ -573,7 +566,7 @@ class PagedKV:
             raise ValueError(f"[commit] the caches of all {self.num_layers} layers of one sequence are needed")
         if len(batch.handles) != 1:
             raise ValueError(f"[commit] the cache holds {len(batch.handles)} sequences, the limit is 1")
-        if batch.known[0].namespace != self.own_namespace(namespace):
+        if batch.namespaces[0] != self.own_namespace(namespace):
             raise ValueError("[commit] the cache was made in another namespace; begin with fetch")
         length = int(batch.rows.lens[0])
         if len(tokens) < length:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -235,17 +235,13 @@ def layout_of(
     if keeps_all and model.is_uniform:
         ((shape, *_), *_) = members
         members = {(shape, "full", 0, 0): list(range(len(model.leaves)))}
-    return _grouped(model, members, is_shared, lambda shape: with_bits(shape.spec(1, block_size), **quantization))
-
-
-def _grouped(model: ModelShape, members: _Members, is_shared: bool, spec_of: Callable[[Shape], KVSpec]) -> Layout:
-    """Return the layout in which all members of a kind and a shape are a group; `spec_of` one layer of a shape."""
     if len(members) + any(leaf.shape is None for leaf in model.leaves) > MAX_GROUPS:
         rest = {i for layers in list(members.values())[MAX_GROUPS - 1 :] for i in layers}
         leaves = tuple(Leaf("opaque", leaf.name) if i in rest else leaf for i, leaf in enumerate(model.leaves))
         model = replace(model, leaves=leaves)
         members = _members(leaves)
-    needs = [(spec_of(shape), len(layers)) for (shape, *_), layers in members.items()]
+    specs_of = {shape: with_bits(shape.spec(1, block_size), **quantization) for shape, *_ in members}
+    needs = [(specs_of[shape], len(layers)) for (shape, *_), layers in members.items()]
     kinds: dict[tuple[Shape, int], int] = {}  # shape and arrays of a storage, and its arena
     groups: list[Group] = []
     places: list[Place | None] = [None] * len(model.leaves)
@@ -260,7 +256,7 @@ def _grouped(model: ModelShape, members: _Members, is_shared: bool, spec_of: Cal
         groups.append(Group(kind, size, keep, columns=held.columns, arena=held.arena))
     if any(leaf.shape is None for leaf in model.leaves):
         groups.append(Group.state(1))
-    specs = tuple(replace(spec_of(shape), num_layers=width) for shape, width in kinds)
+    specs = tuple(replace(specs_of[shape], num_layers=width) for shape, width in kinds)
     arenas = tuple(kinds.values())
     if len(set(arenas)) < len(arenas):
         specs = tuple(replace(spec, layout="block") for spec in specs)

@@ -59,12 +59,6 @@ def check_name(name: str) -> None:
         raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
 
 
-def keeps_all(model: Any) -> bool:
-    """Return whether some layer of a model keeps every token of a sequence."""
-    groups = layout_on(make_storage, inspect_model(model), 16, False).groups
-    return any(group.kind == "full" for group in groups)
-
-
 def keeps_every_token(model: Any) -> bool:
     """Return whether some layer keeps every token, so that the blocks of a pool limit the length of a sequence."""
     return any(group.kind == "full" for group in layout_on(make_storage, inspect_model(model), 1, False).groups)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -106,14 +106,6 @@ class Rows:
         return Rows(self.lens + new, None if self.todo is None else self.todo - new, self.gone)
 
 
-class Known(NamedTuple):
-    """The tokens of a sequence that the prefix cache knows."""
-
-    namespace: bytes = b""  # that it was opened in
-    num_tokens: int = 0  # committed, or found when it was opened
-    cut: int | None = None  # of its prompt, see `PagedKV.fetch`
-
-
 class Passes:
     """The pool and storage that the batches of one model share, and the forward pass in progress.
 
@@ -143,16 +135,10 @@ class Passes:
         Copies states from and to blocks of the first arena.
     dtype : mx.Dtype
         The dtype of its keys and values, as the model computes them.
-    has_checkpoints : bool
-        Whether a pass may have to end where the pool takes a checkpoint.
-    is_called : bool
-        Whether calls of the model are hooked, see `calls`.
     is_lazy : bool
         Whether a backend's writes and reads are nodes of MLX's graph.
-    num_layers : int
-        Caches of the model: facades of a batch.
     windows : tuple
-        Attention window per layer, None without one.
+        Attention window of each of the model's caches, None without one.
     lock : threading.RLock
         Held around several calls of the pool that belong together, with the records kept beside it.
     batches : WeakValueDictionary
@@ -176,10 +162,8 @@ class Passes:
         self.backends = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
         self.checkpoints = Checkpoints(layout, store)
-        self.is_called = layout.is_called
         self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)
         self.windows = tuple(leaf.window for leaf in layout.leaves)
-        self.num_layers = len(self.windows)
         self.sites = tuple(sites)
         self.calls = tuple(calls)
         self._hooked = 0  # blocks that are entered
@@ -187,7 +171,6 @@ class Passes:
         self.lock = threading.RLock()
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.namespace = namespace
-        self.has_checkpoints = bool(namespace)
         self._driver: threading.Thread | None = None  # who is in a forward pass
         self.last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Any], Any, Rows] | None = None  # its batch, plan, and rows before it
@@ -225,7 +208,7 @@ class Passes:
         """Return the length of each sequence at which its next checkpoint is due, int64 ``[B]``. -1: none."""
         found = np.full(len(handles), -1, np.int64)
         opened = np.flatnonzero(np.array(handles, np.int64) != NOT_OPENED)
-        if self.has_checkpoints and len(opened):
+        if self.namespace and len(opened):
             found[opened] = self.pool.prefix.wanted(np.array(handles, np.int64)[opened])
         return found
 
@@ -652,7 +635,7 @@ def call(
     due = batch.begin_call(num_rows, num_columns)
     first = np.zeros_like(due)
     pairs: list[tuple[Part, Any]] = []
-    is_split = passes.has_checkpoints and tokens is not None
+    is_split = bool(passes.namespace) and tokens is not None
     while True:
         places = passes.places(batch.handles) if is_split else np.full(num_rows, -1)
         if not pairs and (places >= 0).any() and not batch.has_room(due):
@@ -847,8 +830,8 @@ def _require_own(model: Any, caches: Sequence[Any], batch: Any) -> None:
                 f"[forward] cache {number} is a {type(cache).__name__} of "
                 "somebody else: all caches of a call must come from one make_cache, merge or copy"
             )
-    if [cache.number for cache in found] != list(range(batch.passes.num_layers)):
+    if [cache.number for cache in found] != list(range(len(batch.passes.windows))):
         raise ValueError(
             f"[forward] the caches are those of layers {[cache.number for cache in found]}, "
-            f"the model has layers 0 .. {batch.passes.num_layers - 1}"
+            f"the model has layers 0 .. {len(batch.passes.windows) - 1}"
         )
