@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -91,14 +91,6 @@ def _give_back(array: np.ndarray, first: int = 0) -> None:
 def default_layout(isa: str | None = None) -> str:
     """The layout that a decode with this instruction set, by default the one that stores take, reads fastest."""
     return str(tilings().get(isa or default_isa(), {"layout": "NHD"})["layout"])
-
-
-class MemoryReport(NamedTuple):
-    """Memory of a backend, in bytes."""
-
-    pool_nbytes: int  # blocks * bytes per block
-    scratch_nbytes: int  # that calls have left for the next ones
-    scores_nbytes: int  # of that, the most that the scores of a call took: 0 but for "mass"
 
 
 class StoreBackend:
@@ -298,13 +290,6 @@ class CPUBackend(StoreBackend):
         if scores_out is None:
             return out
         return out, scores_out[:rows, :, :longest]
-
-    # ---------------------------------------------------------------------- memory and warmup
-
-    def memory(self) -> MemoryReport:
-        """Memory held now. Arrays that `attend` returned are the caller's: scores are ``4 * Hk`` bytes per token."""
-        pool_nbytes = self.num_blocks * self.spec.block_nbytes
-        return MemoryReport(pool_nbytes, self.store.scratch_nbytes, self.store.scores_scratch_nbytes)
 
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Run each shape once over block 0, so that scratch has its size and the threads run. Changes no block.

@@ -73,7 +73,6 @@ HEAD_DIM_MAX = 512
 LATENT_DIM_MAX = 640  # with rotary parts
 THREADGROUP_NBYTES_MAX = 32 << 10  # of threadgroup memory, on every GPU of Apple's
 LANES = 32
-LINE_NBYTES = 128
 
 # As MLX's prelude spells them; words are what is copied of packed planes.
 TYPE_NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t", "uint32": "uint"}
@@ -190,8 +189,8 @@ class ScoreExport(NamedTuple):
 def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
     """Rows of a threadgroup for `group` query heads per KV head and rows of a batch with `queries` queries.
 
-    Registers decide, and threadgroup memory: `metal/README.md` has a table. `paged_matrix` takes what `paged_attention`
-    cannot; its simdgroups share the dimensions out.
+    Registers decide, and threadgroup memory. `paged_matrix` takes what `paged_attention` cannot; its simdgroups share
+    the dimensions out.
     """
     dim, narrow = max(dim for _, dim in spec.planes), spec.itemsize_nbytes == 2
     together = 1 << (queries - 1).bit_length()
@@ -613,16 +612,6 @@ def attention_name(spec: KVSpec, scores: str | None = None, kernel: str = "paged
 
 def _arrays(plane: Plane) -> Sequence[mx.array]:
     return (plane,) if isinstance(plane, mx.array) else plane
-
-
-def preferred_layout(spec: KVSpec) -> str:
-    """The layout of which the kernels read the fewest cache lines, whatever that of `spec` is.
-
-    A row (one token of one head) that ends inside a line shares it with its neighbour: the next token of the same head
-    in "HND", another head's in "NHD". Heads are read by different threadgroups.
-    """
-    whole_lines = all(dim * spec.itemsize_nbytes % LINE_NBYTES == 0 for _, dim in spec.planes)
-    return "NHD" if whole_lines or spec.num_kv_heads == 1 else "HND"
 
 
 def plane_strides(spec: KVSpec, num_blocks: int, layer: int) -> np.ndarray:

@@ -79,6 +79,14 @@ FOUND_INSTRUMENTED = {
         f"threadgroup float s[64];\ns[i] = x[i];\n{BARRIER}\nif (i < 32) y[i] = s[i + 32];\nelse y[i] = s[i] = 0;",
         "data race on threadgroup variable 's' at byte offset 128: this thread writes what thread 0 .* read",
     ),
+    "a write that a barrier of a simdgroup does not order": (
+        "threadgroup float s[64];\ns[i] = x[i];\nsimdgroup_barrier(mem_flags::mem_threadgroup);\ny[i] = s[63 - i];",
+        "(data race on|read of) threadgroup variable 's' at byte offset",
+    ),
+    "device memory behind a barrier of threadgroup memory": (
+        f"y[i] = x[i];\n{BARRIER}\ny[63 - i] += 1;",
+        "data race on .*'y'",
+    ),
     "threadgroup memory that nothing wrote": (
         "threadgroup float s[64];\ny[i] = s[i];",
         "read of threadgroup variable 's' at byte offset 0, which nothing has written",

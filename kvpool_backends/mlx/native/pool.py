@@ -14,7 +14,6 @@ uses it is *built*.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -60,14 +59,10 @@ class InPlacePool:
         Nodes run on MLX's GPU: writes, copies, and attention that was `noted`.
     metal : capsule, optional
         Texts of the Metal kernels, for `on_gpu`.
-    debug : bool, optional
-        Evaluate each operation at once and look where the arrays are. By default if ``KVPOOL_MLX_DEBUG`` is set.
 
-    Raises
-    ------
-    PoolMoved
-        From a call, in debug mode. Without it a node that finds a strange array as its input is a RuntimeError of
-        the evaluation.
+    Notes
+    -----
+    A node that finds a strange array as its input is a RuntimeError of the evaluation.
     """
 
     def __init__(
@@ -80,11 +75,9 @@ class InPlacePool:
         isa: str,
         on_gpu: bool = False,
         metal: Any = None,
-        debug: bool | None = None,
     ) -> None:
         self._module = module
         self._on_gpu = on_gpu
-        self.debug = bool(os.environ.get("KVPOOL_MLX_DEBUG")) if debug is None else debug
         self._layers: list[tuple[Any, _Chain]] = []
         self._chains: dict[tuple[int, ...], _Chain] = {}
         for layer in range(spec.num_layers):
@@ -182,9 +175,6 @@ class InPlacePool:
         self._module.run(
             self._on_gpu, chain.handles, reads, capsule, step, copies, attention, k, v, q, chain.token, result
         )
-        if self.debug:
-            self.wait()
-            self.check_addresses()
         return result
 
     # ------------------------------------------------------------------------------------ what was built
