@@ -78,6 +78,14 @@ class StepArrays:
     copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)
 
     @staticmethod
+    def of_shape(shape: BatchShape, block_size: int) -> StepArrays:
+        """A step of this shape that reads block 0 and writes nothing, as `KVBackend.warmup` needs."""
+        num_rows, num_tokens, width, _ = shape
+        ends = np.minimum(np.arange(num_rows + 1) * -(-num_tokens // max(num_rows, 1)), num_tokens)
+        tables = np.zeros((num_rows, width), np.int32)
+        return StepArrays(tables, np.full(num_rows, width * block_size), ends, np.full(num_tokens, -1))
+
+    @staticmethod
     def of_queries(plan: AnyPlan, tokens: np.ndarray) -> StepArrays:
         """A step that only reads: the query tokens `tokens` ``[R]`` of a plan, each in its own row, which it ends."""
         ends = np.asarray(plan.cu_q_lens)[1:]

@@ -220,11 +220,9 @@ class BaseBackend:
         return f"<MLXBackend of {self.spec.describe(self.num_blocks)}, route={self.route!r}>"
 
     def asarray(self, x: np.ndarray) -> mx.array:
-        """Return a copy of a float32 numpy array as an MLX array."""
         return mx.array(np.asarray(x, np.float32))
 
     def to_numpy(self, x: mx.array) -> np.ndarray:
-        """Return a copy of an MLX array as float32 numpy."""
         return np.array(x.astype(mx.float32))
 
     @property

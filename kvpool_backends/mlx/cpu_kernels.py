@@ -41,7 +41,10 @@ _SMALL = 4096  # elements that are copied in less time than a stream of MLX take
 
 
 class KernelBackend(StoreBackend, BaseBackend):
-    """`MLXBackend` with the CPU kernels: all layouts and attention options, no lazy work, no copy of the pool."""
+    """`MLXBackend` with the CPU kernels: all layouts and attention options, no lazy work, no copy of the pool.
+
+    `kvpool.protocol.KVBackend` documents each method.
+    """
 
     route = "kernels"
     capabilities = Capabilities(
@@ -79,7 +82,6 @@ class KernelBackend(StoreBackend, BaseBackend):
         return plan
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
         k, v = (k, v) if isinstance(k, mx.array) and isinstance(v, mx.array) else (mx.array(k), mx.array(v))
         try:
             mx.eval(k, v)
@@ -92,7 +94,6 @@ class KernelBackend(StoreBackend, BaseBackend):
         options: AttentionOptions | None = None, return_attn: bool = False,
         scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn or scores is not None or scores_out is not None:
             checked_results(self.capabilities, return_attn, scores, scores_out)
         q = q if isinstance(q, mx.array) else mx.array(q)
@@ -106,17 +107,15 @@ class KernelBackend(StoreBackend, BaseBackend):
         except ValueError as error:
             raise _no_content("attend") from error
         tables, seq_lens, cu_q_lens = step.block_tables, step.seq_lens, step.cu_q_lens
-        if scores is None:
-            self.store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
-            return out
-        shape = (len(seq_lens), self.spec.num_kv_heads, int(np.max(seq_lens, initial=0)))
-        exported = mx.zeros(shape, mx.float32)
-        mx.eval(exported)
-        view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
+        exported = view = None
+        if scores is not None:
+            exported = mx.zeros((len(seq_lens), self.spec.num_kv_heads, int(np.max(seq_lens, initial=0))))
+            mx.eval(exported)
+            view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
         self.store.attend(
             layer, q, out, tables, seq_lens, cu_q_lens, scale, options, scores=scores, scores_out=view
         )
-        return out, exported
+        return out if scores is None else (out, exported)
 
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Do nothing: there is nothing to compile."""

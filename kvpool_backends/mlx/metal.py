@@ -128,7 +128,6 @@ class MetalAttention(_Storage):
         )
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
         super().write(step.written, layer, k, v)
 
     def attend(
@@ -136,7 +135,6 @@ class MetalAttention(_Storage):
         options: AttentionOptions | None = None, return_attn: bool = False,
         scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn or scores is not None or scores_out is not None:
             checked_results(self.capabilities, return_attn, scores, scores_out)
         q = q if isinstance(q, mx.array) else mx.array(q)
@@ -157,7 +155,6 @@ class MetalAttention(_Storage):
         return self._launch(layer, q, step, bound, options, scores)
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
-        """Return the contexts of a step, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
         check_layer(self, "read", layer)
         return self._contexts(layer, step)
 

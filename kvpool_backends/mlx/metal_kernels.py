@@ -136,16 +136,6 @@ class AttentionStep(NamedTuple):
     export: ScoreExport | None = None  # for steps whose scores are asked for
 
 
-class Launcher(NamedTuple):
-    """The common part of launches of one kind: made once, used by all layers and steps."""
-
-    attend: Kernel
-    reduce: Kernel
-    template: list[tuple[str, Any]]  # arguments of `attend`
-    shared: list[tuple[str, Any]]  # those of `reduce`
-    simdgroups: int  # of `attend`
-
-
 class Launch(NamedTuple):
     """One launch of attention in a step: what its layers share, see `MetalKernels.bind`."""
 
@@ -416,7 +406,7 @@ class MetalKernels:
         dense = [plane for plane, bits in zip(spec.planes, spec.bits, strict=True) if bits is None]
         self._touching = all(spec.plane_layout(name, num_blocks).slot_stride == dim for name, dim in dense)
         self._layouts: dict[tuple[int, str], mx.array] = {}
-        self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        self._launchers: dict[tuple[Any, ...], tuple[Kernel, Kernel]] = {}
         self._built: dict[str, Kernel] = {}
 
     def attend(
@@ -448,25 +438,24 @@ class MetalKernels:
         """Return the launch that `attend` makes for each layer, for queries ``[num_tokens, num_q_heads, D]``."""
         spec, tiles = self.spec, step.tiles
         chosen = dtype, num_q_heads, tiles, step.direct, step.features, scores
-        launcher = self._launchers.get(chosen)
-        if launcher is None:
-            launcher = self._launchers[chosen] = self._launcher(dtype, num_q_heads, step, scores)
+        if chosen not in self._launchers:
+            self._launchers[chosen] = self._launcher(dtype, num_q_heads, step, scores)
+        attend, reduce = self._launchers[chosen]
+        width = tiles.simdgroups(spec) * LANES
         num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
         result = (num_tokens, num_q_heads, spec.result_dim)
         partials = (num_items, num_groups, tiles.rows, spec.result_dim + 4)
         more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
         attend = partial(
-            launcher.attend,
-            template=launcher.template,
+            attend,
             output_shapes=[result if step.direct else partials, *more_shapes],
             output_dtypes=[dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
-            grid=(num_groups * launcher.simdgroups * LANES, num_items, 1),
-            threadgroup=(launcher.simdgroups * LANES, 1, 1),
+            grid=(num_groups * width, num_items, 1),
+            threadgroup=(width, 1, 1),
             **more,
         )
-        reduce = None if step.direct else partial(
-            launcher.reduce,
-            template=launcher.shared,
+        summed = None if step.direct else partial(
+            reduce,
             output_shapes=[result],
             output_dtypes=[dtype],
             grid=(SIMDGROUPS * LANES, num_q_heads, num_tokens),
@@ -474,7 +463,7 @@ class MetalKernels:
         )  # fmt: skip
         group = num_q_heads // spec.num_kv_heads if scores == "raw" and tiles.units else 0
         inputs = step.tables, step.items, step.numbers, step.window
-        return Launch(attend, reduce, inputs, step.parts, more_inputs, group, [])
+        return Launch(attend, summed, inputs, step.parts, more_inputs, group, [])
 
     def _score_arguments(
         self, step: AttentionStep, num_q_heads: int, scores: str | None
@@ -525,7 +514,9 @@ class MetalKernels:
             threadgroup=(dim // 4, min(num_heads, 1024 // dim), 1),
         )
 
-    def _launcher(self, dtype: mx.Dtype, num_q_heads: int, step: AttentionStep, scores: str | None) -> Launcher:
+    def _launcher(
+        self, dtype: mx.Dtype, num_q_heads: int, step: AttentionStep, scores: str | None
+    ) -> tuple[Kernel, Kernel]:
         """The kernels for queries of a dtype in steps of one kind, with their template arguments."""
         spec, tiles = self.spec, step.tiles
         shared: dict[str, Any] = {
@@ -556,9 +547,10 @@ class MetalKernels:
             "RAW": scores == "raw",
             "MASS": scores == "mass",
         }
-        kernels = self._kernel(attention_name(spec, scores, tiles.kernel)), self._kernel("paged_reduce")
-        template = [*shared.items(), *own.items()]
-        return Launcher(*kernels, template, [*shared.items(), ("SIMDGROUPS", SIMDGROUPS)], own["SIMDGROUPS"])
+        return (
+            partial(self._kernel(attention_name(spec, scores, tiles.kernel)), template=list((shared | own).items())),
+            partial(self._kernel("paged_reduce"), template=[*shared.items(), ("SIMDGROUPS", SIMDGROUPS)]),
+        )
 
     def layout(self, layer: int, plane: str = "") -> mx.array:
         """The argument `layout` of a kernel: of both planes, or of one."""
