@@ -58,13 +58,7 @@ if TYPE_CHECKING:
     class _Storage(BaseBackend, KVBackend):
         """The interface of both storages that the Metal route writes with."""
 
-        def prepare(self, plan: AnyPlan) -> Any:
-            return None
-
-        def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-            return None
-
-        def _warm_write(self, num_tokens: int) -> None: ...
+        _warm_write: Callable[[int], None]
 
 else:
     _Storage = object
@@ -124,11 +118,11 @@ class MetalAttention(_Storage):
             host.cu_q_lens,
             host.slot_mapping,
             tables=_on_device(host.block_tables),
-            written=super().prepare(host),
+            written=super().prepare(host),  # type: ignore[safe-super]
         )
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        super().write(step.written, layer, k, v)
+        super().write(step.written, layer, k, v)  # type: ignore[safe-super]
 
     def attend(
         self, step: Any, layer: int, q: mx.array, scale: float | None = None, *,

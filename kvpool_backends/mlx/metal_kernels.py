@@ -377,8 +377,7 @@ class MetalKernels:
     Parameters
     ----------
     spec : KVSpec
-        Any layout; `block_size` a multiple of 8, head dimensions multiples of 4 up to `HEAD_DIM_MAX`. Latents and
-        their rotary parts have the same bits.
+        Any layout, with a shape that `metal_capabilities` and `latent_refusal` take.
     num_blocks : int
     factory : callable, optional
         ``mx.fast.metal_kernel`` or what stands in for it.
@@ -386,18 +385,12 @@ class MetalKernels:
     Raises
     ------
     ValueError
-        ``[MetalKernels] ...`` for a shape that the kernels do not have.
+        ``[MetalKernels] ...`` for latents that the kernels do not have.
     """
 
     widen = False  # matrices of 16 bits to floats, for a compiler that does not multiply both
 
     def __init__(self, spec: KVSpec, num_blocks: int, factory: Factory | None = None) -> None:
-        if spec.block_size % 8:
-            raise ValueError(f"[MetalKernels] block_size is {spec.block_size}, it must be a multiple of 8")
-        for name, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.value_head_dim)):
-            if dim % 4 or dim > HEAD_DIM_MAX:
-                limit = f"a multiple of 4, at most {HEAD_DIM_MAX}"
-                raise ValueError(f"[MetalKernels] {name} is {dim}, it must be {limit}")
         if refusal := latent_refusal(spec):
             raise ValueError(f"[MetalKernels] {refusal}")
         self.spec = spec

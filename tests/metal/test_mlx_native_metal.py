@@ -203,11 +203,6 @@ def test_reads_by_other_kernels_are_sealed(on_metal):
     assert seen == [pool.module.address(result)]
 
 
-def test_head_dimensions_without_vectors_are_refused(on_metal):
-    with pytest.raises(ValueError, match="multiple of 4"):
-        metal_texts(load(), KVSpec(1, 1, 6))
-
-
 def test_threads_are_those_of_the_kernel_that_mlx_has_compiled(recorder, built):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"\[max_threads\] MLX has not compiled a kernel custom_kernel_x"):

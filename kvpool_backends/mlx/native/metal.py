@@ -20,16 +20,7 @@ from kvpool_backends.mlx.native.pool import InPlacePool
 
 
 def metal_texts(module: ModuleType, spec: KVSpec) -> Any:
-    """The argument `metal` of `InPlacePool`: kernels that write tokens of each dtype, in vectors or not, and that copy.
-
-    Raises
-    ------
-    ValueError
-        A head dimension is not a multiple of 4: the kernels move four elements at a time.
-    """
-    for name, dim in spec.planes:
-        if dim % 4:
-            raise ValueError(f"[metal_texts] head_dim of {name} is {dim}, it must be a multiple of 4")
+    """The argument `metal` of `InPlacePool`: kernels that write each dtype, in vectors or not, and that copy."""
     block, size = spec.block_size, spec.quant_group_size
 
     def writes(name: str, *numbers: int, more: tuple[int, ...] = ()) -> tuple[tuple[str, str], ...]:
