@@ -263,15 +263,10 @@ class CPUBackend(StoreBackend):
         scores: str | None = None,
         scores_out: np.ndarray | None = None,
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context: float32 ``[T, Hq, Dv]``, a new array.
+        """See `KVBackend.attend`. The kernels never hold all weights of a query: no `return_attn`.
 
-        With `scores` also these, float32 ``[B, Hk, C]``. "raw" costs a store per KV head and position; "mass" lays the
-        scores of all query heads aside meanwhile, ``4 * Hq`` bytes for a token (`BlockStore.scores_scratch_nbytes`).
-
-        Raises
-        ------
-        ValueError
-            `return_attn`: the kernels never hold all weights of a query.
+        "raw" scores cost a store per KV head and position; "mass" lays the scores of all query heads aside meanwhile,
+        ``4 * Hq`` bytes for a token (`BlockStore.scores_scratch_nbytes`).
         """
         rows = len(step.seq_lens)
         if return_attn or scores is not None or scores_out is not None:

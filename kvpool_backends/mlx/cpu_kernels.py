@@ -23,17 +23,17 @@ Consequences for a caller:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities
-from kvpool.spec import LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES
+from kvpool.protocol import AnyPlan, AttentionOptions, BatchShape
 from kvpool_backends.checks import checked_results
 from kvpool_backends.cpu._kernels import BlockStore
-from kvpool_backends.cpu.backend import StoreBackend, default_layout
+from kvpool_backends.cpu.backend import CPUBackend, StoreBackend, default_layout
 from kvpool_backends.mlx.base import DTYPES, BaseBackend, PoolMemory
 
 _LINE_NBYTES = 64  # of a cache line: a vector load touches one
@@ -47,18 +47,8 @@ class KernelBackend(StoreBackend, BaseBackend):
     """
 
     route = "kernels"
-    capabilities = Capabilities(
-        name="mlx",
-        layouts=LAYOUTS,
-        dtypes=tuple(DTYPES),
-        return_attn=False,
-        features=FEATURES,
-        compacts=True,
-        quant_bits=QUANT_BITS,
-        quant_group_sizes=QUANT_GROUP_SIZES,
-        scores=SCORES,
-        batch_invariant=True,
-        arrays="mlx",
+    capabilities = replace(
+        CPUBackend.capabilities, name="mlx", dtypes=tuple(DTYPES), scores_out=False, arrays="mlx"
     )
 
     def _allocate(self) -> None:

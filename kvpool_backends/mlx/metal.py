@@ -401,8 +401,8 @@ def has_tensor_operations() -> bool:
     return int(generation) >= (18 if kind == "p" else 17)
 
 
-def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = ()) -> Capabilities:
-    """Return the capabilities of the kernels, for a storage with these layouts and bits."""
+def metal_capabilities(layouts: tuple[str, ...]) -> Capabilities:
+    """Return the capabilities of the kernels, for a storage with these layouts."""
     return Capabilities(
         name="mlx",
         layouts=layouts,
@@ -412,8 +412,8 @@ def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = (
         return_attn=False,
         features=FEATURES,
         compacts=True,
-        quant_bits=quant_bits,
-        quant_group_sizes=QUANT_GROUP_SIZES if quant_bits else (),
+        quant_bits=QUANT_BITS,
+        quant_group_sizes=QUANT_GROUP_SIZES,
         scores=SCORES,
         batch_invariant=True,
         arrays="mlx",
@@ -425,7 +425,7 @@ def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = (
 class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a step is another class on each route
     """`MLXBackend` that reads with Metal kernels. It writes as the plain route, whose notes on copies apply."""
 
-    capabilities = metal_capabilities(("NHD",), QUANT_BITS)
+    capabilities = metal_capabilities(("NHD",))
 
     def _allocate(self) -> None:
         super()._allocate()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from metal_cases import PackedBatch
 from metal_engine import StandIn
-from metal_packed import PackedBatch
 
 
 class Costs(NamedTuple):

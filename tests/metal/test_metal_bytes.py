@@ -5,8 +5,7 @@ No time is measured here and none can be: these counts are what can be known abo
 
 import numpy as np
 import pytest
-from metal_cases import FEATURES, Batch
-from metal_packed import PackedBatch
+from metal_cases import FEATURES, Batch, PackedBatch
 
 LINE = 128
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.protocol import StepArrays
-from kvpool.spec import LAYOUTS, QUANT_BITS, KVSpec
+from kvpool.spec import LAYOUTS, KVSpec
 from kvpool_backends.mlx.base import DTYPES, has_metal
 from kvpool_backends.mlx.metal import MetalAttention, metal_capabilities
 from kvpool_backends.mlx.metal_kernels import Launch, in_place_source
@@ -52,7 +52,7 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
     its memory, which is the host's too.
     """
 
-    capabilities = metal_capabilities(LAYOUTS[:-1], QUANT_BITS)  # all but "block"
+    capabilities = metal_capabilities(LAYOUTS[:-1])  # all but "block"
     describes_each = False  # launch of attention to MLX: no node repeats what was described for another layer
 
     def _allocate(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -31,15 +31,12 @@ class PoolMoved(RuntimeError):
     """An array of the pool is not where it was allocated: it was copied, and writes would go to the copy."""
 
 
-class _Chain:
+class _Chain(NamedTuple):
     """Handles of arrays that are always used together, and what stands for the newest operation on them."""
 
-    __slots__ = ("addresses", "handles", "token")
-
-    def __init__(self, handles: tuple[mx.array, ...], addresses: tuple[int, ...]) -> None:
-        self.handles = handles  # the objects stay, the arrays that they denote are replaced
-        self.addresses = addresses
-        self.token = mx.array([])
+    handles: tuple[mx.array, ...]  # the objects stay, the arrays that they denote are replaced
+    addresses: tuple[int, ...]
+    token: mx.array
 
 
 class InPlacePool:
@@ -114,7 +111,7 @@ class InPlacePool:
             handles = tuple(mx.array(0) for _ in arrays)
             for handle, array in zip(handles, arrays, strict=True):
                 self._module.share(handle, array)
-            self._chains[numbers] = _Chain(handles, tuple(map(self._module.address, arrays)))
+            self._chains[numbers] = _Chain(handles, tuple(map(self._module.address, arrays)), mx.array([]))
         return self._chains[numbers]
 
     # ---------------------------------------------------------------------------------------- operations
