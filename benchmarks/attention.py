@@ -255,7 +255,7 @@ def dense(torch: Any, dtype: str, batch: int, context: int) -> Callable[[], obje
 
     def random(length: int) -> Any:
         shape = batch, NUM_KV_HEADS, length, HEAD_DIM
-        (memory,) = zeroed([shape], np.float32 if dtype == "float32" else np.int16)
+        (memory,) = zeroed([shape], [np.float32 if dtype == "float32" else np.int16])
         return torch.from_numpy(memory).view(getattr(torch, dtype)).normal_()
 
     attend = torch.inference_mode()(torch.nn.functional.scaled_dot_product_attention)

@@ -214,8 +214,6 @@ class GroupStorage:
     ----------
     groups : tuple of Group
         Those of the pool.
-    num_blocks : tuple of int
-        Of each arena of blocks.
     backends : tuple of KVBackend
         All of them, arena by arena, those of an arena in the order of its groups.
     stores : tuple of KVBackend or BlockRows
@@ -249,17 +247,14 @@ class GroupStorage:
         self.states: dict[int, StateSlots] = {}
         parts: dict[int, Parts] = {}
         for number, (group, what) in enumerate(zip(self.groups, stored, strict=True)):
-            if group.kind == "state" and what is None:
-                continue
-            if group.kind == "state":
-                self.states[number] = StateSlots(_checked_arrays(number, what), group.size, xp)
-            else:
+            if group.kind != "state":
                 parts[number] = _checked_parts(pool, number, group, what)
+            elif what is not None:
+                self.states[number] = StateSlots(_checked_arrays(number, what), group.size, xp)
         self._arenas = [
-            Arena(factory, arena, pool.stats(arena).num_blocks, {parts[g]: None for g in members})
-            for arena, members in _members(self.groups, parts).items()
+            Arena(factory, arena, pool.stats(arena).num_blocks, [x for g, x in parts.items() if self._in(g) == arena])
+            for arena in sorted(set(map(self._in, parts)))
         ]
-        self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
         self.backends = tuple(backend for arena in self._arenas for made in arena.backends.values() for backend in made)
         self.stores = tuple(arena.store for arena in self._arenas)
         for number, store in self.states.items():
@@ -269,7 +264,7 @@ class GroupStorage:
                     f"[GroupStorage] stored[{number}] has {store.slot_nbytes} bytes, a checkpoint of them takes "
                     f"{self.bundle_blocks(number)} blocks, not {blocks}: give them to Group.state(slots, blocks=)"
                 )
-        self._held = {number: self._arenas[self.groups[number].arena].backends[parts[number]] for number in parts}
+        self._held = {number: self._arenas[self._in(number)].backends[parts[number]] for number in parts}
         self._own = {  # the layers of each group
             number: [
                 Place(number, column, backend, layer)
@@ -282,8 +277,16 @@ class GroupStorage:
         self._places, self._is_owner = self._placed(layers)
 
     def __repr__(self) -> str:
-        arenas = ", ".join(f"{arena.num_blocks} x {arena.block_nbytes} bytes" for arena in self._arenas)
+        arenas = ", ".join(f"{arena.store.num_blocks} x {arena.block_nbytes} bytes" for arena in self._arenas)
         return f"<GroupStorage of {len(self._places)} layers in {len(self.groups)} groups, arenas: {arenas}>"
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks of each arena."""
+        return tuple(arena.store.num_blocks for arena in self._arenas)
+
+    def _in(self, group: int) -> int:
+        return self.groups[group].arena
 
     def _placed(self, layers: Sequence[tuple[int, int] | None] | None) -> tuple[list[Place | None], list[bool]]:
         if layers is None:
@@ -417,7 +420,7 @@ class GroupStorage:
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks of all arenas, and of all state slots."""
-        blocks = sum(arena.num_blocks * arena.block_nbytes for arena in self._arenas)
+        blocks = sum(arena.store.num_blocks * arena.block_nbytes for arena in self._arenas)
         return blocks + sum(slots.num_slots * slots.slot_nbytes for slots in self.states.values())
 
     def zero(self, blocks: Sequence[int] | np.ndarray, arena: int = 0) -> None:
@@ -464,7 +467,6 @@ class GroupStorage:
             raise
         finally:
             self.groups = self._pool.options.groups
-            self.num_blocks = tuple(arena.num_blocks for arena in self._arenas)
         return moves
 
     def _resize_arena(self, arena: int, size: int, moves: Any) -> None:
@@ -659,7 +661,6 @@ class Arena:
 
     def __init__(self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: Iterable[Parts]) -> None:
         shapes = dict.fromkeys(shapes)
-        self.num_blocks = num_blocks
         self.block_nbytes = block_nbytes_of(shapes)
         self.backends: dict[Parts, tuple[KVBackend, ...]] = {}
         self.store: KVBackend | BlockRows
@@ -693,16 +694,10 @@ class Arena:
             for parts, backends in self.backends.items():
                 for backend, rows in zip(backends, self._rows(parts), strict=True):
                     backend.resize(num_blocks, moves, storage=rows)
-        self.num_blocks = num_blocks
 
 
 def _of(step: GroupStep, place: Place) -> Any:
     return step.steps[place.group, place.column, id(place.backend)]
-
-
-def _members(groups: Sequence[Group], parts: dict[int, Parts]) -> dict[int, list[int]]:
-    """The groups of blocks in each arena, arenas ascending."""
-    return {arena: [g for g in parts if groups[g].arena == arena] for arena in sorted({groups[g].arena for g in parts})}
 
 
 def _checked_groups(pool: Pool) -> tuple[Group, ...]:

@@ -78,6 +78,14 @@ class StepArrays:
     copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)
 
     @staticmethod
+    def of_shape(shape: BatchShape, block_size: int) -> StepArrays:
+        """A step of this shape that reads block 0 and writes nothing, as `KVBackend.warmup` needs."""
+        num_rows, num_tokens, width, _ = shape
+        ends = np.minimum(np.arange(num_rows + 1) * -(-num_tokens // max(num_rows, 1)), num_tokens)
+        tables = np.zeros((num_rows, width), np.int32)
+        return StepArrays(tables, np.full(num_rows, width * block_size), ends, np.full(num_tokens, -1))
+
+    @staticmethod
     def of_queries(plan: AnyPlan, tokens: np.ndarray) -> StepArrays:
         """A step that only reads: the query tokens `tokens` ``[R]`` of a plan, each in its own row, which it ends."""
         ends = np.asarray(plan.cu_q_lens)[1:]
@@ -316,19 +324,18 @@ def checked_resize(have: int, num_blocks: Any, moves: Any) -> tuple[int, np.ndar
 def move_rows(old: np.ndarray, new: np.ndarray, moves: np.ndarray) -> None:
     """Fill ``new [n, ...]`` with the rows of `old` that have a place there, or with those that `moves` brings there.
 
-    Each row is copied once, by memcpy if it is one piece of memory, without a temporary array of rows.
+    Moves are those of `checked_resize`: there are some only where rows become fewer. Each row is copied once, by memcpy
+    if it is one piece of memory, without a temporary array of rows.
     """
     count = min(len(old), len(new))
     axes = 0, *sorted(range(1, new.ndim), key=lambda axis: -new.strides[axis])
     old, new = old.transpose(axes), new.transpose(axes)
-    has_place = moves[:, 1] < count
-    if has_place.any() and old.flags.c_contiguous and new.flags.c_contiguous:
+    if len(moves) and old.flags.c_contiguous and new.flags.c_contiguous:
         index = np.arange(count)
-        index[moves[has_place, 1]] = moves[has_place, 0]
-        np.take(old, index, axis=0, out=new[:count], mode="clip")  # another mode would fill a buffer first
-        moves = moves[~has_place]
-    else:
-        new[:count] = old[:count]
+        index[moves[:, 1]] = moves[:, 0]
+        np.take(old, index, axis=0, out=new, mode="clip")  # another mode would fill a buffer first
+        return
+    new[:count] = old[:count]
     for source, target in moves.tolist():
         new[target] = old[source]
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -41,10 +41,10 @@ _PAGE_NBYTES = mmap.PAGESIZE
 _FREES_PAGES = sys.platform == "linux"  # MADV_DONTNEED does; elsewhere pages go with their mapping
 
 
-def zeroed(shapes: Sequence[tuple[int, ...]], dtypes: Any, call: str = "zeroed") -> list[np.ndarray]:
+def zeroed(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any], call: str = "zeroed"
+) -> list[np.ndarray]:
     """Arrays of zeros, each from the start of a page on, in one mapping that asks for huge pages.
-
-    `dtypes` is one for all, or a list.
 
     The system hands out the pages when they are first written. Two things make this faster than `numpy.zeros` for
     attention: with pages of 4 KB every second block of a random table misses the TLB, and numpy's arrays begin 16
@@ -55,11 +55,10 @@ def zeroed(shapes: Sequence[tuple[int, ...]], dtypes: Any, call: str = "zeroed")
     MemoryError
         ``[call] ...``: the system has not that much address space.
     """
-    kinds = list(map(np.dtype, dtypes)) if isinstance(dtypes, list) else [np.dtype(dtypes)] * len(shapes)
     begins, end = [], 0
-    for shape, dtype in zip(shapes, kinds, strict=True):
+    for shape, dtype in zip(shapes, dtypes, strict=True):
         begins.append(end)
-        end += -(-prod(shape) * dtype.itemsize // _PAGE_NBYTES) * _PAGE_NBYTES
+        end += -(-prod(shape) * np.dtype(dtype).itemsize // _PAGE_NBYTES) * _PAGE_NBYTES
     # Private: a shared mapping would be the parent's pool in a forked child, and gets no huge pages.
     try:
         memory = mmap.mmap(-1, end + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -71,7 +70,7 @@ def zeroed(shapes: Sequence[tuple[int, ...]], dtypes: Any, call: str = "zeroed")
     first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
     return [
         np.frombuffer(memory, dtype, prod(shape), first + begin).reshape(shape)
-        for shape, dtype, begin in zip(shapes, kinds, begins, strict=True)
+        for shape, dtype, begin in zip(shapes, dtypes, begins, strict=True)
     ]
 
 
@@ -91,14 +90,6 @@ def _give_back(array: np.ndarray, first: int = 0) -> None:
 def default_layout(isa: str | None = None) -> str:
     """The layout that a decode with this instruction set, by default the one that stores take, reads fastest."""
     return str(tilings().get(isa or default_isa(), {"layout": "NHD"})["layout"])
-
-
-class MemoryReport(NamedTuple):
-    """Memory of a backend, in bytes."""
-
-    pool_nbytes: int  # blocks * bytes per block
-    scratch_nbytes: int  # that calls have left for the next ones
-    scores_nbytes: int  # of that, the most that the scores of a call took: 0 but for "mass"
 
 
 class StoreBackend:
@@ -272,15 +263,10 @@ class CPUBackend(StoreBackend):
         scores: str | None = None,
         scores_out: np.ndarray | None = None,
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context: float32 ``[T, Hq, Dv]``, a new array.
+        """See `KVBackend.attend`. The kernels never hold all weights of a query: no `return_attn`.
 
-        With `scores` also these, float32 ``[B, Hk, C]``. "raw" costs a store per KV head and position; "mass" lays the
-        scores of all query heads aside meanwhile, ``4 * Hq`` bytes for a token (`BlockStore.scores_scratch_nbytes`).
-
-        Raises
-        ------
-        ValueError
-            `return_attn`: the kernels never hold all weights of a query.
+        "raw" scores cost a store per KV head and position; "mass" lays the scores of all query heads aside meanwhile,
+        ``4 * Hq`` bytes for a token (`BlockStore.scores_scratch_nbytes`).
         """
         rows = len(step.seq_lens)
         if return_attn or scores is not None or scores_out is not None:
@@ -299,13 +285,6 @@ class CPUBackend(StoreBackend):
             return out
         return out, scores_out[:rows, :, :longest]
 
-    # ---------------------------------------------------------------------- memory and warmup
-
-    def memory(self) -> MemoryReport:
-        """Memory held now. Arrays that `attend` returned are the caller's: scores are ``4 * Hk`` bytes per token."""
-        pool_nbytes = self.num_blocks * self.spec.block_nbytes
-        return MemoryReport(pool_nbytes, self.store.scratch_nbytes, self.store.scores_scratch_nbytes)
-
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Run each shape once over block 0, so that scratch has its size and the threads run. Changes no block.
 
@@ -313,15 +292,11 @@ class CPUBackend(StoreBackend):
         """
         heads = self.spec.num_kv_heads
         for shape in shapes:
-            num_rows, num_tokens, width, num_q_heads = shape
-            context = width * self.spec.block_size
-            ends = np.minimum(np.arange(num_rows + 1) * -(-num_tokens // max(num_rows, 1)), num_tokens)
-            tables = np.zeros((num_rows, width), np.int32)
-            step = StepArrays(tables, np.full(num_rows, context), ends, np.full(num_tokens, -1))
-            k, v = (np.zeros((num_tokens, heads, dim), np.float32) for _, dim in self.spec.planes)
+            step = StepArrays.of_shape(shape, self.spec.block_size)
+            k, v = (np.zeros((shape.num_tokens, heads, dim), np.float32) for _, dim in self.spec.planes)
             self.write(step, 0, k, v)
             if not self.spec.latent:
-                q = np.zeros((num_tokens, num_q_heads, self.spec.head_dim), np.float32)
+                q = np.zeros((shape.num_tokens, shape.num_q_heads, self.spec.head_dim), np.float32)
                 self.attend(step, 0, q, scores=scores)
 
     def settle(self) -> int:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -31,7 +32,7 @@ except ImportError as error:
         "(on Linux the package is mlx[cpu], the bare mlx package does not import there)"
     ) from error
 
-from kvpool_backends.mlx.base import BaseBackend, MemoryReport, has_cuda, has_metal, kernels_refusal
+from kvpool_backends.mlx.base import BaseBackend, has_cuda, has_metal, kernels_refusal
 from kvpool_backends.mlx.native.loading import MLX_VERSION, status
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ TESTED_SERIES = "0.32."
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["BaseBackend", "MLXBackend", "MemoryReport", "kernels_refusal"]
+__all__ = ["BaseBackend", "MLXBackend", "kernels_refusal"]
 
 
 class _Maker:
@@ -98,7 +99,7 @@ class _Maker:
             if found:
                 if kernels or native:
                     raise BackendUnavailable(f"[MLXBackend] the kernels do not work on this GPU ({found})")
-                route = _plain_route()
+                route = _route("plain")
         made: BaseBackend = route(spec, num_blocks, storage=storage, metal_kernel=metal_kernel)
         return made
 
@@ -178,8 +179,9 @@ def _choose(
     """Return the class of the route to take. Import no other route."""
     from kvpool_backends.mlx.native import load
 
-    def with_native() -> bool:
-        return spec.layout != "block" and (bool(native) or (native is None and load() is not None))
+    def with_native(route: str) -> str:
+        takes = spec.layout != "block" and (native or (native is None and load() is not None))
+        return f"native {route}" if takes else route
 
     refusal: str | None = "kernels=False"
     if kernels is not False and native and spec.layout == "block":
@@ -187,40 +189,34 @@ def _choose(
     elif kernels is not False and (metal_kernel is not None or has_metal() or has_cuda()):
         from kvpool_backends.mlx.metal_kernels import latent_refusal
 
-        route = _metal_route(with_native()) if metal_kernel is not None or has_metal() else _cuda_route()
+        route = _route(with_native("metal") if metal_kernel is not None or has_metal() else "cuda")
         refusal = None if metal_kernel is not None else route.capabilities.refusal(spec) or latent_refusal(spec)
         if refusal is None:
             return route
     elif kernels is not False:
         refusal = kernels_refusal()
         if refusal is None:
-            return _cpu_route(with_native())
+            return _route(with_native("kernels"))
     if kernels or native:
         raise BackendUnavailable(f"[MLXBackend] {'kernels' if kernels else 'native'}=True, but {refusal}")
-    return _plain_route()
+    return _route("plain")
 
 
-def _plain_route() -> type[BaseBackend]:
-    from kvpool_backends.mlx.plain import PlainBackend
-
-    return PlainBackend
-
-
-def _cuda_route() -> type[BaseBackend]:
-    from kvpool_backends.mlx.cuda import CudaBackend
-
-    return CudaBackend
+_ROUTES = {
+    "plain": "plain:PlainBackend",
+    "cuda": "cuda:CudaBackend",
+    "metal": "metal:MetalBackend",
+    "native metal": "native.metal:NativeMetalBackend",
+    "kernels": "cpu_kernels:KernelBackend",
+    "native kernels": "native.backend:NativeBackend",
+}
 
 
-def _metal_route(native: bool) -> type[BaseBackend]:
-    if native:
-        from kvpool_backends.mlx.native.metal import NativeMetalBackend
-
-        return NativeMetalBackend
-    from kvpool_backends.mlx.metal import MetalBackend
-
-    _say_what_scatters_cost()
-    return MetalBackend
+def _route(name: str) -> type[BaseBackend]:
+    module, _, route = _ROUTES[name].partition(":")
+    if name == "metal":
+        _say_what_scatters_cost()
+    return cast(type[BaseBackend], getattr(import_module(f"{__name__}.{module}"), route))
 
 
 @cache
@@ -232,13 +228,3 @@ def _say_what_scatters_cost() -> None:
             found["why"],
             found["command"],
         )
-
-
-def _cpu_route(native: bool) -> type[BaseBackend]:
-    if native:
-        from kvpool_backends.mlx.native.backend import NativeBackend
-
-        return NativeBackend
-    from kvpool_backends.mlx.cpu_kernels import KernelBackend
-
-    return KernelBackend

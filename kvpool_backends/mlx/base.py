@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -142,15 +142,6 @@ def int32(x: np.ndarray) -> mx.array:
     return mx.array(np.ascontiguousarray(x, np.int32))
 
 
-class MemoryReport(NamedTuple):
-    """Memory of the pool, and MLX's own counts, in bytes."""
-
-    pool_nbytes: int  # blocks * bytes per block
-    mlx_peak_nbytes: int  # mx.get_peak_memory(): everything that the process does in MLX, not the pool alone
-    mlx_active_nbytes: int  # mx.get_active_memory()
-    pool_copies: int  # pool arrays that MLX was seen to copy, see `settle`; always 0 by the kernel route
-
-
 class BaseBackend:
     """KV storage in MLX's memory, by one of the routes. Implements `kvpool.protocol.KVBackend`.
 
@@ -229,28 +220,15 @@ class BaseBackend:
         return f"<MLXBackend of {self.spec.describe(self.num_blocks)}, route={self.route!r}>"
 
     def asarray(self, x: np.ndarray) -> mx.array:
-        """Return a copy of a float32 numpy array as an MLX array."""
         return mx.array(np.asarray(x, np.float32))
 
     def to_numpy(self, x: mx.array) -> np.ndarray:
-        """Return a copy of an MLX array as float32 numpy."""
         return np.array(x.astype(mx.float32))
-
-    # --------------------------------------------------------------------------------------------- memory
 
     @property
     def pool_copies(self) -> int:
         """Number of pool arrays that MLX has copied, as counted so far."""
         return self._pool.num_copies
-
-    def memory(self) -> MemoryReport:
-        """Return the bytes of the pool, and MLX's own counts. Does not wait."""
-        return MemoryReport(
-            self.num_blocks * self.spec.block_nbytes,
-            mx.get_peak_memory(),
-            mx.get_active_memory(),
-            self.pool_copies,
-        )
 
 
 def has_metal() -> bool:

@@ -23,17 +23,17 @@ Consequences for a caller:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities
-from kvpool.spec import LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES
+from kvpool.protocol import AnyPlan, AttentionOptions, BatchShape
 from kvpool_backends.checks import checked_results
 from kvpool_backends.cpu._kernels import BlockStore
-from kvpool_backends.cpu.backend import StoreBackend, default_layout
+from kvpool_backends.cpu.backend import CPUBackend, StoreBackend, default_layout
 from kvpool_backends.mlx.base import DTYPES, BaseBackend, PoolMemory
 
 _LINE_NBYTES = 64  # of a cache line: a vector load touches one
@@ -41,21 +41,14 @@ _SMALL = 4096  # elements that are copied in less time than a stream of MLX take
 
 
 class KernelBackend(StoreBackend, BaseBackend):
-    """`MLXBackend` with the CPU kernels: all layouts and attention options, no lazy work, no copy of the pool."""
+    """`MLXBackend` with the CPU kernels: all layouts and attention options, no lazy work, no copy of the pool.
+
+    `kvpool.protocol.KVBackend` documents each method.
+    """
 
     route = "kernels"
-    capabilities = Capabilities(
-        name="mlx",
-        layouts=LAYOUTS,
-        dtypes=tuple(DTYPES),
-        return_attn=False,
-        features=FEATURES,
-        compacts=True,
-        quant_bits=QUANT_BITS,
-        quant_group_sizes=QUANT_GROUP_SIZES,
-        scores=SCORES,
-        batch_invariant=True,
-        arrays="mlx",
+    capabilities = replace(
+        CPUBackend.capabilities, name="mlx", dtypes=tuple(DTYPES), scores_out=False, arrays="mlx"
     )
 
     def _allocate(self) -> None:
@@ -79,7 +72,6 @@ class KernelBackend(StoreBackend, BaseBackend):
         return plan
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
         k, v = (k, v) if isinstance(k, mx.array) and isinstance(v, mx.array) else (mx.array(k), mx.array(v))
         try:
             mx.eval(k, v)
@@ -92,7 +84,6 @@ class KernelBackend(StoreBackend, BaseBackend):
         options: AttentionOptions | None = None, return_attn: bool = False,
         scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn or scores is not None or scores_out is not None:
             checked_results(self.capabilities, return_attn, scores, scores_out)
         q = q if isinstance(q, mx.array) else mx.array(q)
@@ -106,17 +97,15 @@ class KernelBackend(StoreBackend, BaseBackend):
         except ValueError as error:
             raise _no_content("attend") from error
         tables, seq_lens, cu_q_lens = step.block_tables, step.seq_lens, step.cu_q_lens
-        if scores is None:
-            self.store.attend(layer, q, out, tables, seq_lens, cu_q_lens, scale, options)
-            return out
-        shape = (len(seq_lens), self.spec.num_kv_heads, int(np.max(seq_lens, initial=0)))
-        exported = mx.zeros(shape, mx.float32)
-        mx.eval(exported)
-        view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
+        exported = view = None
+        if scores is not None:
+            exported = mx.zeros((len(seq_lens), self.spec.num_kv_heads, int(np.max(seq_lens, initial=0))))
+            mx.eval(exported)
+            view = np.asarray(memoryview(exported))  # type: ignore[arg-type]
         self.store.attend(
             layer, q, out, tables, seq_lens, cu_q_lens, scale, options, scores=scores, scores_out=view
         )
-        return out, exported
+        return out if scores is None else (out, exported)
 
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Do nothing: there is nothing to compile."""

@@ -58,13 +58,7 @@ if TYPE_CHECKING:
     class _Storage(BaseBackend, KVBackend):
         """The interface of both storages that the Metal route writes with."""
 
-        def prepare(self, plan: AnyPlan) -> Any:
-            return None
-
-        def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-            return None
-
-        def _warm_write(self, num_tokens: int) -> None: ...
+        _warm_write: Callable[[int], None]
 
 else:
     _Storage = object
@@ -124,19 +118,17 @@ class MetalAttention(_Storage):
             host.cu_q_lens,
             host.slot_mapping,
             tables=_on_device(host.block_tables),
-            written=super().prepare(host),
+            written=super().prepare(host),  # type: ignore[safe-super]
         )
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots."""
-        super().write(step.written, layer, k, v)
+        super().write(step.written, layer, k, v)  # type: ignore[safe-super]
 
     def attend(
         self, step: Any, layer: int, q: mx.array, scale: float | None = None, *,
         options: AttentionOptions | None = None, return_attn: bool = False,
         scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         if return_attn or scores is not None or scores_out is not None:
             checked_results(self.capabilities, return_attn, scores, scores_out)
         q = q if isinstance(q, mx.array) else mx.array(q)
@@ -157,7 +149,6 @@ class MetalAttention(_Storage):
         return self._launch(layer, q, step, bound, options, scores)
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
-        """Return the contexts of a step, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, 0 past a row's end."""
         check_layer(self, "read", layer)
         return self._contexts(layer, step)
 
@@ -410,8 +401,8 @@ def has_tensor_operations() -> bool:
     return int(generation) >= (18 if kind == "p" else 17)
 
 
-def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = ()) -> Capabilities:
-    """Return the capabilities of the kernels, for a storage with these layouts and bits."""
+def metal_capabilities(layouts: tuple[str, ...]) -> Capabilities:
+    """Return the capabilities of the kernels, for a storage with these layouts."""
     return Capabilities(
         name="mlx",
         layouts=layouts,
@@ -421,8 +412,8 @@ def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = (
         return_attn=False,
         features=FEATURES,
         compacts=True,
-        quant_bits=quant_bits,
-        quant_group_sizes=QUANT_GROUP_SIZES if quant_bits else (),
+        quant_bits=QUANT_BITS,
+        quant_group_sizes=QUANT_GROUP_SIZES,
         scores=SCORES,
         batch_invariant=True,
         arrays="mlx",
@@ -434,7 +425,7 @@ def metal_capabilities(layouts: tuple[str, ...], quant_bits: tuple[int, ...] = (
 class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a step is another class on each route
     """`MLXBackend` that reads with Metal kernels. It writes as the plain route, whose notes on copies apply."""
 
-    capabilities = metal_capabilities(("NHD",), QUANT_BITS)
+    capabilities = metal_capabilities(("NHD",))
 
     def _allocate(self) -> None:
         super()._allocate()

@@ -73,7 +73,6 @@ HEAD_DIM_MAX = 512
 LATENT_DIM_MAX = 640  # with rotary parts
 THREADGROUP_NBYTES_MAX = 32 << 10  # of threadgroup memory, on every GPU of Apple's
 LANES = 32
-LINE_NBYTES = 128
 
 # As MLX's prelude spells them; words are what is copied of packed planes.
 TYPE_NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t", "uint32": "uint"}
@@ -137,16 +136,6 @@ class AttentionStep(NamedTuple):
     export: ScoreExport | None = None  # for steps whose scores are asked for
 
 
-class Launcher(NamedTuple):
-    """The common part of launches of one kind: made once, used by all layers and steps."""
-
-    attend: Kernel
-    reduce: Kernel
-    template: list[tuple[str, Any]]  # arguments of `attend`
-    shared: list[tuple[str, Any]]  # those of `reduce`
-    simdgroups: int  # of `attend`
-
-
 class Launch(NamedTuple):
     """One launch of attention in a step: what its layers share, see `MetalKernels.bind`."""
 
@@ -190,8 +179,8 @@ class ScoreExport(NamedTuple):
 def head_tiles(spec: KVSpec, group: int, queries: int) -> HeadTiles:
     """Rows of a threadgroup for `group` query heads per KV head and rows of a batch with `queries` queries.
 
-    Registers decide, and threadgroup memory: `metal/README.md` has a table. `paged_matrix` takes what `paged_attention`
-    cannot; its simdgroups share the dimensions out.
+    Registers decide, and threadgroup memory. `paged_matrix` takes what `paged_attention` cannot; its simdgroups share
+    the dimensions out.
     """
     dim, narrow = max(dim for _, dim in spec.planes), spec.itemsize_nbytes == 2
     together = 1 << (queries - 1).bit_length()
@@ -388,8 +377,7 @@ class MetalKernels:
     Parameters
     ----------
     spec : KVSpec
-        Any layout; `block_size` a multiple of 8, head dimensions multiples of 4 up to `HEAD_DIM_MAX`. Latents and
-        their rotary parts have the same bits.
+        Any layout, with a shape that `metal_capabilities` and `latent_refusal` take.
     num_blocks : int
     factory : callable, optional
         ``mx.fast.metal_kernel`` or what stands in for it.
@@ -397,18 +385,12 @@ class MetalKernels:
     Raises
     ------
     ValueError
-        ``[MetalKernels] ...`` for a shape that the kernels do not have.
+        ``[MetalKernels] ...`` for latents that the kernels do not have.
     """
 
     widen = False  # matrices of 16 bits to floats, for a compiler that does not multiply both
 
     def __init__(self, spec: KVSpec, num_blocks: int, factory: Factory | None = None) -> None:
-        if spec.block_size % 8:
-            raise ValueError(f"[MetalKernels] block_size is {spec.block_size}, it must be a multiple of 8")
-        for name, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.value_head_dim)):
-            if dim % 4 or dim > HEAD_DIM_MAX:
-                limit = f"a multiple of 4, at most {HEAD_DIM_MAX}"
-                raise ValueError(f"[MetalKernels] {name} is {dim}, it must be {limit}")
         if refusal := latent_refusal(spec):
             raise ValueError(f"[MetalKernels] {refusal}")
         self.spec = spec
@@ -417,7 +399,7 @@ class MetalKernels:
         dense = [plane for plane, bits in zip(spec.planes, spec.bits, strict=True) if bits is None]
         self._touching = all(spec.plane_layout(name, num_blocks).slot_stride == dim for name, dim in dense)
         self._layouts: dict[tuple[int, str], mx.array] = {}
-        self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        self._launchers: dict[tuple[Any, ...], tuple[Kernel, Kernel]] = {}
         self._built: dict[str, Kernel] = {}
 
     def attend(
@@ -449,25 +431,24 @@ class MetalKernels:
         """Return the launch that `attend` makes for each layer, for queries ``[num_tokens, num_q_heads, D]``."""
         spec, tiles = self.spec, step.tiles
         chosen = dtype, num_q_heads, tiles, step.direct, step.features, scores
-        launcher = self._launchers.get(chosen)
-        if launcher is None:
-            launcher = self._launchers[chosen] = self._launcher(dtype, num_q_heads, step, scores)
+        if chosen not in self._launchers:
+            self._launchers[chosen] = self._launcher(dtype, num_q_heads, step, scores)
+        attend, reduce = self._launchers[chosen]
+        width = tiles.simdgroups(spec) * LANES
         num_items, num_groups = step.items.shape[0], spec.num_kv_heads * tiles.groups
         result = (num_tokens, num_q_heads, spec.result_dim)
         partials = (num_items, num_groups, tiles.rows, spec.result_dim + 4)
         more_inputs, more_shapes, more = self._score_arguments(step, num_q_heads, scores)
         attend = partial(
-            launcher.attend,
-            template=launcher.template,
+            attend,
             output_shapes=[result if step.direct else partials, *more_shapes],
             output_dtypes=[dtype if step.direct else mx.float32, *[mx.float32] * len(more_shapes)],
-            grid=(num_groups * launcher.simdgroups * LANES, num_items, 1),
-            threadgroup=(launcher.simdgroups * LANES, 1, 1),
+            grid=(num_groups * width, num_items, 1),
+            threadgroup=(width, 1, 1),
             **more,
         )
-        reduce = None if step.direct else partial(
-            launcher.reduce,
-            template=launcher.shared,
+        summed = None if step.direct else partial(
+            reduce,
             output_shapes=[result],
             output_dtypes=[dtype],
             grid=(SIMDGROUPS * LANES, num_q_heads, num_tokens),
@@ -475,7 +456,7 @@ class MetalKernels:
         )  # fmt: skip
         group = num_q_heads // spec.num_kv_heads if scores == "raw" and tiles.units else 0
         inputs = step.tables, step.items, step.numbers, step.window
-        return Launch(attend, reduce, inputs, step.parts, more_inputs, group, [])
+        return Launch(attend, summed, inputs, step.parts, more_inputs, group, [])
 
     def _score_arguments(
         self, step: AttentionStep, num_q_heads: int, scores: str | None
@@ -526,7 +507,9 @@ class MetalKernels:
             threadgroup=(dim // 4, min(num_heads, 1024 // dim), 1),
         )
 
-    def _launcher(self, dtype: mx.Dtype, num_q_heads: int, step: AttentionStep, scores: str | None) -> Launcher:
+    def _launcher(
+        self, dtype: mx.Dtype, num_q_heads: int, step: AttentionStep, scores: str | None
+    ) -> tuple[Kernel, Kernel]:
         """The kernels for queries of a dtype in steps of one kind, with their template arguments."""
         spec, tiles = self.spec, step.tiles
         shared: dict[str, Any] = {
@@ -557,9 +540,10 @@ class MetalKernels:
             "RAW": scores == "raw",
             "MASS": scores == "mass",
         }
-        kernels = self._kernel(attention_name(spec, scores, tiles.kernel)), self._kernel("paged_reduce")
-        template = [*shared.items(), *own.items()]
-        return Launcher(*kernels, template, [*shared.items(), ("SIMDGROUPS", SIMDGROUPS)], own["SIMDGROUPS"])
+        return (
+            partial(self._kernel(attention_name(spec, scores, tiles.kernel)), template=list((shared | own).items())),
+            partial(self._kernel("paged_reduce"), template=[*shared.items(), ("SIMDGROUPS", SIMDGROUPS)]),
+        )
 
     def layout(self, layer: int, plane: str = "") -> mx.array:
         """The argument `layout` of a kernel: of both planes, or of one."""
@@ -613,16 +597,6 @@ def attention_name(spec: KVSpec, scores: str | None = None, kernel: str = "paged
 
 def _arrays(plane: Plane) -> Sequence[mx.array]:
     return (plane,) if isinstance(plane, mx.array) else plane
-
-
-def preferred_layout(spec: KVSpec) -> str:
-    """The layout of which the kernels read the fewest cache lines, whatever that of `spec` is.
-
-    A row (one token of one head) that ends inside a line shares it with its neighbour: the next token of the same head
-    in "HND", another head's in "NHD". Heads are read by different threadgroups.
-    """
-    whole_lines = all(dim * spec.itemsize_nbytes % LINE_NBYTES == 0 for _, dim in spec.planes)
-    return "NHD" if whole_lines or spec.num_kv_heads == 1 else "HND"
 
 
 def plane_strides(spec: KVSpec, num_blocks: int, layer: int) -> np.ndarray:

@@ -128,17 +128,14 @@ class PlainBackend(BaseBackend):
         )
 
     def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers. A row is ``(src, dst, num_tokens)``. Waits for MLX."""
+        """Waits for MLX."""
         copies = checked_copies(self, plan)
         if len(copies):
             src, dst = positions_of(copies, self.spec.block_size)
             self._pool.copy([src] * self.spec.num_layers, dst)
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` in the token slots of the step. Skip negative slots.
-
-        In the last layer this waits for the work that MLX runs: see `PlainBackend`.
-        """
+        """In the last layer this waits for the work that MLX runs, see `PlainBackend`."""
         k, v = mx.array(k), mx.array(v)
         check_tokens(self, layer, step.slot_mapping.size, k, v)
         if step.written is not None:
@@ -233,11 +230,6 @@ class PlainBackend(BaseBackend):
         return exported_scores(q[int32(newest)][:, :, None], k, scale, position, options, mask, kind)
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
-        """Return the contexts of a step, K ``[B, Hk, C, D]`` and V ``[B, Hk, C, Dv]``, rows left-aligned.
-
-        Positions past a row's context hold anything in K (mask them) and 0 in V: a weight of 0 does not hide
-        a NaN.
-        """
         check_layer(self, "read", layer)
         k, v = (x[:, : step.kv_len] for x in self._pool.read(layer, step.tables))
         if step.valid is not None:
@@ -253,7 +245,6 @@ class PlainBackend(BaseBackend):
     def gather(
         self, layer: int, blocks: Sequence[int] | np.ndarray, num_tokens: int | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return copies of K ``[n, Hk, D]`` and V ``[n, Hk, Dv]`` of the first `num_tokens` tokens of `blocks`."""
         check_layer(self, "gather", layer)
         ids, count = gathered(self, blocks, num_tokens)
         k, v = self._pool.read(layer, int32(ids)[None])
@@ -272,13 +263,11 @@ class PlainBackend(BaseBackend):
             self._pool.copy(src, (int32(ids[to // size]), int32(to % size)))
 
     def zero(self, blocks: Sequence[int] | np.ndarray) -> None:
-        """Set whole blocks to 0 in all layers."""
         ids = block_ids(self, "zero", blocks)
         if len(ids):
             self._pool.put(int32(ids), [[mx.array(0, p.dtype) for p in layer] for layer in self._pool.planes])
 
     def export_blocks(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the bytes of whole blocks, uint8 ``[n, spec.block_nbytes]``."""
         ids = block_ids(self, "export_blocks", blocks)
         if not len(ids):
             return np.zeros((0, self.spec.block_nbytes), np.uint8)
@@ -291,7 +280,6 @@ class PlainBackend(BaseBackend):
         return np.concatenate(parts, axis=1)
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:
-        """Overwrite whole blocks with rows from `export_blocks`."""
         ids, data = checked_import(self, blocks, data)
         if not len(ids):
             return
@@ -308,19 +296,13 @@ class PlainBackend(BaseBackend):
         self._pool.put(int32(ids), new)
 
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
-        """Run each shape once on zeros, so that MLX builds its kernels. Changes no block."""
+        """Run each shape once, so that MLX builds its kernels. Changes no block."""
         for shape in shapes:
-            longest = -(-shape.num_tokens // max(1, shape.num_rows))
-            context = shape.table_width * self.spec.block_size
-            tables = np.zeros((shape.num_rows, shape.table_width), np.int32)
-            step = PlainStep(
-                tables=int32(tables), kv_len=context, valid=mx.ones((shape.num_rows, context), mx.bool_)
-            )
-            k, v = self.read(step, 0)
-            q = mx.zeros((shape.num_rows, shape.num_q_heads, longest, self.spec.head_dim), self.dtype)
-            mask = mx.ones((shape.num_rows, 1, longest, context), mx.bool_)
             self._warm_write(shape.num_tokens)
-            mx.eval(mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask))
+            if not self.spec.latent:
+                q = mx.zeros((shape.num_tokens, shape.num_q_heads, self.spec.head_dim), self.dtype)
+                step = self.prepare(StepArrays.of_shape(shape, self.spec.block_size))
+                mx.eval(self.attend(step, 0, q, scores=scores))
 
     def _warm_write(self, num_tokens: int) -> None:
         """Run the scatter of `write` on a new array."""

@@ -22,7 +22,6 @@ from kvpool.protocol import (
     Capabilities,
     StepArrays,
     checked_resize,
-    move_rows,
     move_within,
 )
 from kvpool.spec import DTYPES, LAYOUTS, QUANT_BITS, QUANT_GROUP_SIZES, WORD_BITS, KVSpec
@@ -85,9 +84,12 @@ class NumpyBackend:
         self.num_blocks = checked_storage("NumpyBackend", self.capabilities, spec, num_blocks)
         self.spec = spec
         # _planes[layer] = (k, v), or what is stored of them, each a strided view [num_blocks, block_size,
-        # num_kv_heads, dim] of a base array.
-        rows = None if storage is None else checked_rows("NumpyBackend", spec, self.num_blocks, storage)
-        self._planes = _views(spec, self.num_blocks, rows)
+        # num_kv_heads, dim] of a base array, in which blocks lie one behind the other.
+        if storage is None:
+            self._bases = _zeros(spec, self.num_blocks)
+        else:
+            self._bases = [checked_rows("NumpyBackend", spec, self.num_blocks, storage)]
+        self._planes = _views(spec, self.num_blocks, self._bases)
 
     def __repr__(self) -> str:
         return f"<NumpyBackend of {self.spec.describe(self.num_blocks)}>"
@@ -213,23 +215,27 @@ class NumpyBackend:
             plane[ids] = part.reshape(ids.size, *plane.shape[1:])
 
     def resize(self, num_blocks: int, moves: Any, *, storage: np.ndarray | None = None) -> None:
-        size, moves = checked_resize(self.num_blocks, num_blocks, moves)
-        rows = None if storage is None else checked_rows("resize", self.spec, size, storage)
+        have = self.num_blocks
+        size, moves = checked_resize(have, num_blocks, moves)
         try:
-            found = _views(self.spec, size, rows)  # the system hands out its pages as they are filled
-        except MemoryError:
-            if size > self.num_blocks:
-                raise
-            for plane in self._every_plane():
-                move_within(plane, moves)
-            found = [tuple(plane[:size] for plane in planes) for planes in self._planes]
-        else:
-            for layer, planes in enumerate(found if rows is None else ()):
-                for old, new in zip(self._planes[layer], planes, strict=True):
-                    move_rows(old, new, moves)
-                self._planes[layer] = planes
-                del old
-        self._planes, self.num_blocks = found, size
+            if storage is not None:
+                self._bases = [checked_rows("resize", self.spec, size, storage)]
+                self.num_blocks = size
+            elif size > have:
+                found = _zeros(self.spec, size)  # the system hands out its pages as they are filled
+                self._planes = []  # or its views would keep what is let go
+                for number, new in enumerate(found):
+                    new[: self._bases[number].size] = self._bases[number]
+                    self._bases[number] = new
+                self.num_blocks = size
+            else:
+                for plane in self._every_plane():
+                    move_within(plane, moves)
+                self._planes, self.num_blocks = [], size
+                for base in self._bases:  # the system takes the pages behind back
+                    base.resize(base.size // have * size, refcheck=False)
+        finally:
+            self._planes = _views(self.spec, self.num_blocks, self._bases)
 
     def warmup(self, shapes: Iterable[BatchShape], *, scores: str | None = None) -> None:
         """Nothing to compile here."""
@@ -296,21 +302,25 @@ class NumpyBackend:
         raise TypeError(f"[write] {name} must be a float array, got {x.dtype}")
 
 
-def _views(spec: KVSpec, num_blocks: int, rows: np.ndarray | None) -> list[tuple[np.ndarray, ...]]:
-    """Per layer the strided view of each plane: in base arrays of zeros, or in `rows` of layout "block"."""
-    sizes = [prod(shape) * itemsize for shape, _, itemsize in spec.base_arrays(num_blocks)]
-    bases = [np.zeros(size, np.uint8) for size in sizes] if rows is None else [rows[0]]
+def _zeros(spec: KVSpec, num_blocks: int) -> list[np.ndarray]:
+    """The base arrays, as bytes."""
+    return [np.zeros(prod(shape) * itemsize, np.uint8) for shape, _, itemsize in spec.base_arrays(num_blocks)]
+
+
+def _views(spec: KVSpec, num_blocks: int, bases: list[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
+    """Per layer the strided view of each plane: in base arrays, or in rows of layout "block"."""
     layers = []
     for layer in range(spec.num_layers):
         planes = []
         for number, stored in enumerate(spec.stored_planes):
             layout, dtype = spec.plane_layout(stored.name, num_blocks), STORED[stored.dtype]
             base, size = bases[spec.base_number(layer, number)], dtype.itemsize
+            step = layout.block_stride * size if base.ndim == 1 else base.strides[0]
             begin = (layout.offset + layer * layout.layer_stride) * size
-            block = layout.block_stride * size if rows is None else rows.strides[0]
-            strides = (block, layout.slot_stride * size, layout.head_stride * size, size)
+            strides = (step, layout.slot_stride * size, layout.head_stride * size, size)
+            first = base if base.ndim == 1 else base[0]
             shape = (num_blocks, spec.block_size, spec.num_kv_heads, stored.dim)
-            planes.append(as_strided(base[begin : begin + size].view(dtype), shape, strides))
+            planes.append(as_strided(first[begin : begin + size].view(dtype), shape, strides))
         layers.append(tuple(planes))
     return layers
 

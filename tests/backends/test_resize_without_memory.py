@@ -35,7 +35,7 @@ class Slots(StateSlots):
 
 #: How one is made, and what it calls for memory: a module or class, and a name.
 MADE = {
-    "numpy": (lambda: numpy.NumpyBackend(SPEC, 10), numpy, "_views"),
+    "numpy": (lambda: numpy.NumpyBackend(SPEC, 10), numpy, "_zeros"),
     "cpu": (lambda: cpu.CPUBackend(SPEC, 10), cpu, "zeroed"),
     "mlx kernels": (lambda: MLXBackend(SPEC, 10, kernels=True), base, "_zeros"),
     "mlx plain": (lambda: MLXBackend(SPEC, 10, kernels=False), plain.mx, "take"),
@@ -126,14 +126,14 @@ def test_pages_that_the_system_does_not_take_back_do_not_stop_a_shrink(monkeypat
 def test_storage_of_which_one_part_shrinks_and_another_gets_no_memory_has_the_sizes_of_its_pool(monkeypatch):
     pool = Pool(40, 4, max_seqs=4, groups=[Group.full(), Group.window(9, arena=1, num_blocks=12)])
     storage = group_storage.GroupStorage(numpy.NumpyBackend, pool, [SPEC, KVSpec(1, 1, 4, block_size=4)])
-    real = numpy._views
+    real = numpy._zeros
 
-    def views(spec, num_blocks, rows):
+    def zeros(spec, num_blocks):
         if num_blocks == 20:
             raise MemoryError("planted")
-        return real(spec, num_blocks, rows)
+        return real(spec, num_blocks)
 
-    monkeypatch.setattr(numpy, "_views", views)
+    monkeypatch.setattr(numpy, "_zeros", zeros)
     with pytest.raises(MemoryError):
         storage.resize({0: 30, 1: 20})
     assert storage.num_blocks == (30, 12) == tuple(pool.stats(arena).num_blocks for arena in (0, 1))

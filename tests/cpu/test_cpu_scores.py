@@ -48,12 +48,10 @@ def test_memory_of_scores_is_reported():
     backend = CPUBackend(KVSpec(1, 2, 16, "float32", 8), 40)
     q = np.ones((2, 4, 16), np.float32)
     plan = StepArrays(np.arange(1, 37).reshape(2, 18), np.array([130, 64]), np.array([0, 1, 2]))
-    assert backend.memory().scores_nbytes == 0
+    store = backend.store
     _, s = backend.attend(backend.prepare(plan), 0, q, scores="raw")
-    assert backend.memory().scores_nbytes == 0 and s.nbytes == 2 * 2 * 130 * 4
+    assert store.scores_scratch_nbytes == 0 and s.nbytes == 2 * 2 * 130 * 4
     backend.attend(backend.prepare(plan), 0, q, scores="mass")
     laid_aside = 4 * 4 * (144 + 64)  # rows begin at cache lines
-    assert laid_aside < backend.memory().scores_nbytes <= laid_aside + 2 * (2 * 4 * 4 + 8)
-    memory = backend.memory()
-    assert memory.pool_nbytes == backend.spec.pool_nbytes(40)
-    assert memory.scratch_nbytes == backend.store.scratch_nbytes >= memory.scores_nbytes
+    assert laid_aside < store.scores_scratch_nbytes <= laid_aside + 2 * (2 * 4 * 4 + 8)
+    assert store.scratch_nbytes >= store.scores_scratch_nbytes

@@ -26,7 +26,6 @@ from kvpool_backends.mlx.metal_kernels import (
     attention_step,
     head_tiles,
     plan_attention,
-    plane_strides,
     score_export,
 )
 
@@ -36,6 +35,34 @@ TOLERANCE = {"float32": 2e-6, "float16": 2e-5, "bfloat16": 2e-5}
 ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of the result, relative
 WILD = (-1, 2**31 - 1, -(2**31), 0x7FFFFFF0)  # ids of blocks that no pool has
 FEATURES = ("window", "soft_cap", "sinks", "alibi_slopes", "mask")
+BITS = ((8, 8), (4, 4), (8, 4), (4, 8), (None, 4), (8, None))
+STORED = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16, "uint32": np.uint32}
+
+
+def bits_of(x):
+    """An MLX array as the integers that are stored for it."""
+    return np.array(x.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[x.dtype.size]))
+
+
+def packed(x, dtype, bits, size):
+    """`mx.quantize` of tokens ``[T, Hk, D]`` rounded to `dtype`: words, scales, biases."""
+    return list(mx.quantize(mx.array(np.asarray(x, np.float32)).astype(DTYPES[dtype]), size, bits))
+
+
+def floats_of(parts, bits, size):
+    """``scale * n + bias`` as float32, from scales and biases as they are stored."""
+    words, scales, biases = parts
+    factors = (part.astype(mx.float32) for part in (scales, biases))
+    return np.array(mx.dequantize(words, *factors, size, bits))
+
+
+def rows_at(spec, plane, num_blocks, blocks, slots):
+    """Indices of the elements ``[n, Hk, dim]`` of a stored plane in its base array."""
+    layout = spec.plane_layout(plane, num_blocks)
+    (dim,) = (stored.dim for stored in spec.stored_planes if stored.name == plane)
+    first = layout.offset + np.asarray(blocks, np.int64) * layout.block_stride
+    first = first + np.asarray(slots) * layout.slot_stride
+    return first[:, None, None] + np.arange(spec.num_kv_heads)[:, None] * layout.head_stride + np.arange(dim)
 
 
 @dataclass(frozen=True)
@@ -58,6 +85,9 @@ class Batch:
     seed: int = 0
     q_dtype: str | None = None  # of queries and results: that of the pool
     latent: bool = False  # K is latents, V their rotary parts
+    k_bits: int | None = None  # of what is stored in 8 or 4 bits
+    v_bits: int | None = None
+    size: int = 64
 
     @property
     def result_dtype(self) -> str:
@@ -66,7 +96,7 @@ class Batch:
     @cached_property
     def spec(self) -> KVSpec:
         shape = 2, self.kv_heads, self.head_dim, self.dtype, self.block_size, self.v_head_dim, self.layout
-        return KVSpec(*shape, latent=self.latent)
+        return KVSpec(*shape, self.k_bits, self.v_bits, self.size, self.latent)
 
     @property
     def num_q_heads(self) -> int:
@@ -93,12 +123,26 @@ class Batch:
         return tables
 
     @cached_property
-    def content(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """K and V of each row, as stored."""
+    def parts(self) -> list[list[list[Any]]]:
+        """Of each row and plane what is stored of its tokens: floats, or words, scales and biases of MLX."""
         rng = np.random.default_rng(self.seed + 1)
+
+        def stored(x: np.ndarray, bits: int | None) -> list[Any]:
+            return [round_to(x, self.dtype)] if bits is None else packed(x, self.dtype, bits, self.size)
+
+        planes = list(zip(self.spec.planes, self.spec.bits, strict=True))
         return [
-            tuple(round_to(rng.standard_normal((n, self.kv_heads, dim)), self.dtype) for _, dim in self.spec.planes)
+            [stored(rng.standard_normal((n, self.kv_heads, dim)), bits) for (_, dim), bits in planes]
             for n in self.seq_lens
+        ]
+
+    @cached_property
+    def content(self) -> list[tuple[np.ndarray, ...]]:
+        """K and V of each row, as stored; to change what is not packed before it comes into the pool."""
+        bits = self.spec.bits
+        return [
+            tuple(x[0] if n is None else floats_of(x, n, self.size) for x, n in zip(row, bits, strict=True))
+            for row in self.parts
         ]
 
     @property
@@ -129,30 +173,24 @@ class Batch:
         return AttentionOptions(**{name: every[name] for name in self.features})
 
     def element_indices(self, plane: str, row: int) -> np.ndarray:
-        """Where the elements of a row's tokens lie in the base array of a plane, int64 ``[n, Hk, D]``."""
-        dim = dict(self.spec.planes)[plane]
-        at = 0 if plane == "k" else 4
-        offset, block, slot, head = plane_strides(self.spec, self.num_blocks, 0)[at : at + 4]
+        """Where the elements of a row's tokens lie in the base array of a stored plane, int64 ``[n, Hk, dim]``."""
         token = np.arange(self.seq_lens[row])
-        first = offset + self.tables[row, token // self.block_size].astype(np.int64) * block
-        first += token % self.block_size * slot
-        return first[:, None, None] + np.arange(self.kv_heads)[:, None] * head + np.arange(dim)
-
-    def empty_pools(self) -> dict[str, np.ndarray]:
-        """Base arrays by name, float32, full of NaN."""
-        layouts = [self.spec.plane_layout(plane, self.num_blocks) for plane, _ in self.spec.planes]
-        return {layout.array: np.full(layout.shape, np.nan, np.float32) for layout in layouts}
+        blocks = self.tables[row, token // self.block_size]
+        return rows_at(self.spec, plane, self.num_blocks, blocks, token % self.block_size)
 
     @cached_property
-    def pools(self) -> tuple[mx.array, mx.array]:
-        """Base arrays of K and V; what belongs to no token is NaN."""
-        bases = self.empty_pools()
-        for row, planes in enumerate(self.content):
-            for (plane, _), x in zip(self.spec.planes, planes, strict=True):
-                base = bases[self.spec.plane_layout(plane, self.num_blocks).array]
-                base.reshape(-1)[self.element_indices(plane, row)] = x
-        arrays = {name: mx.array(base).astype(DTYPES[self.dtype]) for name, base in bases.items()}
-        return tuple(arrays[self.spec.plane_layout(plane, self.num_blocks).array] for plane, _ in self.spec.planes)
+    def pools(self) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+        """Base arrays of the stored planes of K and of V; what belongs to no token has all bits set, which is NaN."""
+        arrays = []
+        for number, plane in enumerate(self.spec.stored_planes):
+            shape, stored = self.spec.plane_layout(plane.name, self.num_blocks).shape, STORED[plane.dtype]
+            dtype, base = DTYPES.get(plane.dtype, mx.uint32), np.full(shape, np.iinfo(stored).max, stored)
+            for row, planes in enumerate(self.parts):
+                part = [part for parts in planes for part in parts][number]
+                base.reshape(-1)[self.element_indices(plane.name, row)] = bits_of(mx.array(part).astype(dtype))
+            arrays.append(mx.array(base).view(dtype))
+        keys = 1 if self.k_bits is None else 3
+        return tuple(arrays[:keys]), tuple(arrays[keys:])
 
     @cached_property
     def expected(self) -> np.ndarray:
@@ -242,6 +280,14 @@ class Batch:
         error = (np.abs(out - self.expected) - ROUNDING[self.result_dtype] * np.abs(self.expected)) / magnitude
         at = np.unravel_index(np.argmax(error), error.shape) if error.size else ()
         assert (error <= TOLERANCE[self.dtype]).all(), f"{self}: element {at} is wrong by {error[at]:.2g}"
+
+
+@dataclass(frozen=True)
+class PackedBatch(Batch):
+    """A batch whose keys, values or both are stored in 8 or 4 bits."""
+
+    k_bits: int | None = 8
+    v_bits: int | None = 8
 
 
 def max_of(arrays: list[np.ndarray]) -> np.ndarray:

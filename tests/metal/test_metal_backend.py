@@ -355,7 +355,7 @@ def test_the_extension_writes_packed_planes_where_they_are_read(native_metal, la
     assert type(filled.backend).__name__ == "NativeMetalBackend"
     for q_lens in ((1, 1, 1), (3, 40, 9)):
         filled.check(q_lens, 4, f"{q_lens}", tolerance=2e-5)
-    assert filled.backend.settle() == filled.backend.memory().pool_copies == 0
+    assert filled.backend.settle() == filled.backend.pool_copies == 0
 
 
 def test_reads_of_packed_planes_give_what_gather_gives(metal):

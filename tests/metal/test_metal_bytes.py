@@ -3,14 +3,9 @@
 No time is measured here and none can be: these counts are what can be known about speed without a Mac.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
-from metal_cases import FEATURES, Batch
-from metal_packed import PackedBatch
-
-from kvpool_backends.mlx.metal_kernels import preferred_layout
+from metal_cases import FEATURES, Batch, PackedBatch
 
 LINE = 128
 
@@ -54,16 +49,6 @@ def test_decode_reads_k_and_v_once_in_whole_lines(counting_engine, head_dim, dty
     if head_dim * batch.spec.itemsize_nbytes % LINE == 0:
         assert sum(read.full_transactions for read in reads) >= 0.95 * transactions
     assert transactions <= 1.1 * needed_lines(batch)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128])
-def test_the_preferred_layout_wastes_no_line(counting_engine, head_dim, kv_heads):
-    batch = Batch(dtype="bfloat16", head_dim=head_dim, kv_heads=kv_heads, group=2, seq_lens=(160, 96))
-    batch = dataclasses.replace(batch, layout=preferred_layout(batch.spec))
-    (run,) = counted(batch, counting_engine)
-    transactions = run.reads["k_pool"].transactions + run.reads["v_pool"].transactions
-    assert transactions <= 1.1 * needed_bytes(batch) / LINE
 
 
 @pytest.mark.parametrize(("group", "queries", "features"), [(4, 2, ()), (2, 4, ()), (1, 8, ()), (4, 1, ("window",))])

@@ -6,9 +6,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_cases import FEATURES, Batch
+from metal_cases import FEATURES, Batch, PackedBatch, packed
 from metal_engine import CudaStandIn
-from metal_packed import PackedBatch, packed
 
 import kvpool_backends.mlx
 from kvpool.config import KVSpec

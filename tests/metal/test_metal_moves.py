@@ -7,9 +7,8 @@ On a Mac these kernels are dispatched by the extension that owns the pool, and t
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_cases import Batch
+from metal_cases import STORED, Batch, PackedBatch, bits_of, packed, rows_at
 from metal_engine import launch_in_place
-from metal_packed import STORED, PackedBatch, bits_of, packed, rows_at
 from quantized_rows import near_ties
 
 from kvpool.config import KVSpec

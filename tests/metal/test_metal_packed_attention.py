@@ -7,9 +7,8 @@ import os
 
 import numpy as np
 import pytest
-from metal_cases import FEATURES, choices, shape_of
+from metal_cases import BITS, FEATURES, PackedBatch, choices, shape_of
 from metal_engine import StandIn
-from metal_packed import BITS, PackedBatch
 from test_metal_scores import KINDS, check_scores
 
 from kvpool_backends.mlx.metal_kernels import INPUTS, attention_name

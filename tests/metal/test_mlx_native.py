@@ -216,14 +216,13 @@ def test_planted_copy_is_found_by_the_next_node(native):
         mx.eval(backend.queued(0))
 
 
-def test_planted_copy_after_a_write_is_found_in_debug_mode(native, monkeypatch):
-    monkeypatch.setenv("KVPOOL_MLX_DEBUG", "1")
+def test_planted_copy_after_a_write_is_found_when_the_pool_settles(native):
     backend = native(SPEC, 8)
-    module = backend._module
-    backend.write(row(backend, 1, 1), 0, tokens(1), tokens(1))  # evaluated, and looked at
-    backend._lazy._module = Faulty(module, run=lambda *args: (module.run(*args), plant_copy(backend)))
+    backend.write(row(backend, 1, 1), 0, tokens(1), tokens(1))
+    assert backend.settle() == 0
+    plant_copy(backend)
     with pytest.raises(PoolMoved, match="it was at"):
-        backend.write(row(backend, 1, 1), 0, tokens(1), tokens(1))
+        backend.settle()
 
 
 # ------------------------------------------------------------------------------------------------ misuse

@@ -57,6 +57,28 @@ def compiled(text, kernel, arguments):
     return msl.Kernel(text, kernel, arguments)
 
 
+def run_recorded(launch, parameters, access):
+    """Run a launch by the stand-in; returns what the last of its `parameters`, (index, name, dtype), is bound to.
+
+    `access` says how a buffer is used, by its name, whether it is bound as an output, and its address.
+    """
+    _, text, bindings, grid, group = launch
+    (kernel, arguments) = re.search(r"decltype\((\w+)<(.*)>\)", text).groups()
+    bound = {}
+    for index, name, dtype in parameters:
+        if isinstance(bindings[index], bytes):
+            array, how = np.frombuffer(bindings[index], dtype).copy(), "read_only"
+        else:
+            is_output, address, nbytes, _ = bindings[index]
+            array = np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype)
+            how = access(name, is_output, address)
+        bound[index] = msl.Bound(array, how, name)
+    text = text[: text.rindex("template [[host_name")]  # the stand-in names instances in its own way
+    with msl.settings(seed=1, instrumented=True):
+        compiled(text, kernel, arguments).launch(bound, grid, group)
+    return array
+
+
 class OnMetal:
     """A pool whose nodes are recorded and then run by the stand-in; and the same pool by the CPU kernels."""
 
@@ -88,25 +110,19 @@ class OnMetal:
         return launches
 
     def run(self, launches, names, dtypes):
-        for function, text, bindings, grid, group in launches:
-            (kernel, arguments) = re.search(r"decltype\((\w+)<(.*)>\)", text).groups()
-            assert function in text and kernel in function
-            text = text[: text.rindex("template [[host_name")]  # the stand-in names instances in its own way
-            bound, seen = {}, set()
-            for index, binding in bindings.items():
-                if isinstance(binding, bytes):
-                    array, access = np.frombuffer(binding, np.int64).copy(), "read_only"
-                else:
-                    is_output, address, nbytes, _ = binding
-                    memory = (ctypes.c_char * nbytes).from_address(address)
-                    array = np.frombuffer(memory, dtypes[index])
-                    # A plane that is bound twice is written through the first: buffers of the stand-in lie apart.
-                    access = "in_out" if is_output and address not in seen else "read_only"
-                    seen.add(address)
-                bound[index] = msl.Bound(array, access, names[index])
-            assert group[0] * group[1] * group[2] <= 256
-            with msl.settings(seed=1, instrumented=True):
-                compiled(text, kernel, arguments).launch(bound, grid, group)
+        for launch in launches:
+            function, text, bindings, _, group = launch
+            assert f'host_name("{function}")' in text and group[0] * group[1] * group[2] <= 256
+            seen = set()
+
+            def access(name, is_output, address, seen=seen):
+                # A plane that is bound twice is written through the first: buffers of the stand-in lie apart.
+                is_first = address not in seen
+                seen.add(address)
+                return "in_out" if is_output and is_first else "read_only"
+
+            kinds = [np.int64 if isinstance(bindings[i], bytes) else dtypes[i] for i in range(len(bindings))]
+            run_recorded(launch, zip(range(len(bindings)), names, kinds, strict=True), access)
 
     def check(self):
         np.testing.assert_array_equal(
@@ -203,11 +219,6 @@ def test_reads_by_other_kernels_are_sealed(on_metal):
     assert seen == [pool.module.address(result)]
 
 
-def test_head_dimensions_without_vectors_are_refused(on_metal):
-    with pytest.raises(ValueError, match="multiple of 4"):
-        metal_texts(load(), KVSpec(1, 1, 6))
-
-
 def test_threads_are_those_of_the_kernel_that_mlx_has_compiled(recorder, built):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"\[max_threads\] MLX has not compiled a kernel custom_kernel_x"):
@@ -271,23 +282,15 @@ class Attending:
         capsule, chain = self.backend._lazy._layers[layer]
         mx.eval(own)
         launches, _, _ = recorder.record(mx.array, chain.handles, own, capsule, None, None, noted, None, None)
-        for _, text, bindings, grid, group in launches:
-            (kernel, arguments) = re.search(r"decltype\((\w+)<(.*)>\)", text).groups()
-            parameters = re.findall(r"(\w+)[*&] (\w+) \[\[buffer\((\d+)\)\]\]", text)
-            bound = {}
-            for dtype, name, index in parameters:
-                binding = bindings[int(index)]
-                if isinstance(binding, bytes):
-                    array, access = np.frombuffer(binding, NUMPY[dtype]).copy(), "read_only"
-                else:
-                    is_output, address, nbytes, _ = binding
-                    array = np.frombuffer((ctypes.c_char * nbytes).from_address(address), NUMPY[dtype])
-                    is_pool = address in chain.addresses  # an output for the order of writes, but only read
-                    assert is_output == (is_pool or name == "out")
-                    access = "output" if name == "out" else "read_only"
-                bound[int(index)] = msl.Bound(array, access, name)
-            with msl.settings(seed=1, instrumented=True):
-                compiled(text[: text.rindex("template [[host_name")], kernel, arguments).launch(bound, grid, group)
+
+        def access(name, is_output, address):
+            is_pool = address in chain.addresses  # an output for the order of writes, but only read
+            assert is_output == (is_pool or name == "out")
+            return "output" if name == "out" else "read_only"
+
+        for launch in launches:
+            parameters = re.findall(r"(\w+)[*&] (\w+) \[\[buffer\((\d+)\)\]\]", launch[1])
+            array = run_recorded(launch, [(int(i), name, NUMPY[dtype]) for dtype, name, i in parameters], access)
         shape = (*own[0].shape[:2], self.spec.result_dim)
         return mx.array(array.reshape(shape)).view(DTYPES[self.spec.dtype])
 

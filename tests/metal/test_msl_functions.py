@@ -1,13 +1,14 @@
-"""Scalars, vectors, matrices and functions of Metal on the CPU, against numpy: values, and every rounding."""
+"""Metal on the CPU, where a wrong kernel could pass: roundings, NaN, lanes that have returned, places in matrices.
+
+Functions, moves between lanes and products of matrices are right where the kernels that take them are.
+"""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from msl import BFLOAT16, Bound, Kernel, MetalError, from_bfloat16, metal_kernel, settings, to_bfloat16
 
-FLOATS = {"float": np.float32, "half": np.float16, "bfloat": BFLOAT16}
-TYPES = FLOATS | {"int": np.int32, "uint": np.uint32, "char": np.int8, "ushort": np.uint16}
-TOLERANCE = {"float": 2e-6, "half": 1e-3, "bfloat": 8e-3}
+TYPES = {"half": np.float16, "bfloat": BFLOAT16}
 ALL_16_BITS = np.arange(65536, dtype=np.uint32).astype(np.uint16)
 LANES = np.arange(32)
 
@@ -20,12 +21,12 @@ def wide(array, dtype=np.float64):
     return (from_bfloat16(array) if array.dtype == BFLOAT16 else array).astype(dtype)
 
 
-def launch(body, inputs, shape, dtype, threads, group=256, *, header="", template=None, **chosen):
+def launch(body, inputs, shape, dtype, threads, group=256):
     """Run a body with the inputs in_a, in_b, ... and the output y; i is the thread."""
     names = [f"in_{name}" for name in "abcdefg"[: len(inputs)]]
-    kernel = metal_kernel("launched", names, ["y"], f"uint i = thread_position_in_grid.x; {body}", header)
-    arguments = {"inputs": inputs, "output_shapes": [shape], "output_dtypes": [dtype], "template": template}
-    with settings(allow_unwritten=True, **chosen):  # of half, one result has the bits of the poison
+    kernel = metal_kernel("launched", names, ["y"], f"uint i = thread_position_in_grid.x; {body}")
+    arguments = {"inputs": inputs, "output_shapes": [shape], "output_dtypes": [dtype]}
+    with settings(allow_unwritten=True):  # of half, one result has the bits of the poison
         return kernel(**arguments, grid=(threads, 1, 1), threadgroup=(group, 1, 1))[0]
 
 
@@ -106,21 +107,6 @@ def test_products_and_sums_are_not_contracted_and_as_type_keeps_the_bits():
     assert (elementwise("as_type<uint>(as_type<float>(a))", np.uint32, a.view(np.uint32)) == a.view(np.uint32)).all()
 
 
-@pytest.mark.parametrize("name", FLOATS)
-def test_functions_equal_numpy(name):
-    functions = {"exp": np.exp, "exp2": np.exp2, "rint": np.rint, "tanh": np.tanh}
-    a, b = narrow(np.random.default_rng(0).uniform(-9, 9, (2, 257)), name)
-    calls = {f"{space}{call}(a)": oracle(wide(a)) for space in ("", "fast::") for call, oracle in functions.items()}
-    calls |= {
-        "max(a, b)": np.maximum(wide(a), wide(b)),
-        "min(a, b)": np.minimum(wide(a), wide(b)),
-        "abs(a)": np.abs(wide(a)),
-    }
-    for call, expected in calls.items():
-        got = elementwise(call, TYPES[name], a, b)
-        np.testing.assert_allclose(wide(got), expected, TOLERANCE[name], TOLERANCE[name], err_msg=call)
-
-
 def test_numbers_win_over_nan():
     a, b = np.float32([np.nan, 1, np.nan, np.inf]), np.float32([1, np.nan, np.nan, -np.inf])
     np.testing.assert_array_equal(elementwise("max(a, b)", np.float32, a, b), np.float32([1, 1, np.nan, np.inf]))
@@ -128,103 +114,13 @@ def test_numbers_win_over_nan():
     assert (elementwise("exp(-INFINITY * a) + fast::exp(-INFINITY)", np.float32, np.float32([2])) == 0).all()
 
 
-def test_sizes_and_alignments_are_those_of_metal():
-    types = {
-        "float2": (8, 8),
-        "float3": (16, 16),
-        "float4": (16, 16),
-        "half3": (8, 8),
-        "bfloat4": (8, 8),
-        "uchar4": (4, 4),
-    }
-    types |= {"bool": (1, 1), "long": (8, 8), "size_t": (8, 8), "bfloat": (2, 2), "simdgroup_float8x8": (8, 8)}
-    checks = "".join(f"case {i}: y[i] = 100 * sizeof({t}) + alignof({t}); break;" for i, t in enumerate(types))
-    got = elementwise(f"0; switch (i) {{ {checks} }}", np.int32, np.zeros(len(types), np.int32))
-    assert dict(zip(types, got.tolist(), strict=True)) == {t: 100 * size + align for t, (size, align) in types.items()}
-
-
 # ------------------------------------------------------------------------------------------ simdgroups
 
 
-def exchanged(body, values, threads=32, **chosen):
-    """Run `body` on one threadgroup with v = values; returns one row of that type per statement ``PUT(...)``."""
-    rows, put = body.count("PUT("), "#define PUT(e) y[row++ * 64 + thread_position_in_grid.x] = T(e);\n"
-    text = "uint lane = thread_index_in_simdgroup; T v = in_a[i]; uint row = 0;\n" + body
-    more = {"group": 64, "header": put, "template": [("T", values.dtype)]}
-    return launch(text, [values], (rows, 64), values.dtype, threads, **more, **chosen)[:, :threads]
-
-
-def values_of(name):
-    """Small whole numbers: their sums are exact in every type."""
-    low = 0 if TYPES[name] in (np.uint32, np.uint16) else -3
-    return narrow(np.random.default_rng(7).integers(low, 4, 64), name)
-
-
-MOVES = {
-    "simd_shuffle(v, (lane * 5 + 3) % 32)": lambda v: v[(LANES * 5 + 3) % 32],
-    "simd_shuffle_xor(v, 13)": lambda v: v[LANES ^ 13],
-}
-REDUCTIONS = {  # of the active lanes
-    "simd_sum(v)": lambda v: np.full(len(v), v.sum()),
-    "simd_max(v)": lambda v: np.full(len(v), v.max()),
-    "simd_all(v > T(0))": lambda v: np.full(len(v), (v > 0).all()),
-}
-
-
-@pytest.mark.parametrize("threads", [64, 52], ids=["whole", "partial"])
-@pytest.mark.parametrize("name", TYPES)
-def test_lanes_move_and_reduce_values(name, threads):
-    operations = REDUCTIONS | (MOVES if threads == 64 else {})
-    y = wide(exchanged("".join(f"PUT({call})\n" for call in operations), values_of(name), threads, seed=3))
-    v = wide(values_of(name))
-    for row, (call, oracle) in zip(y, operations.items(), strict=True):
-        for first in range(0, threads, 32):
-            lanes = slice(first, min(first + 32, threads))
-            np.testing.assert_array_equal(row[lanes], oracle(v[lanes]), err_msg=call)
-
-
 def test_lanes_that_have_returned_take_no_part():
-    y, left = exchanged("if (lane % 4 == 0) return;\nPUT(simd_sum(v))", values_of("int")), LANES[LANES % 4 != 0]
-    assert (y[0, left] == values_of("int")[left].sum()).all()
-
-
-@pytest.mark.parametrize("instrumented", [False, True])
-@pytest.mark.parametrize("width", [2, 3, 4])
-def test_vectors_are_exchanged_whole(width, instrumented):
-    body = f"""
-        vec<T, {width}> w(v);
-        w[{width - 1}] = v * 2;
-        vec<T, {width}> sum = simd_sum(w), moved = simd_shuffle_xor(w, 3);
-        PUT(sum[0]) PUT(sum[{width - 1}]) PUT(moved[0]) PUT(moved[{width - 1}])
-    """
-    y, v = exchanged(body, values_of("float"), instrumented=instrumented), values_of("float")[:32]
-    for row, expected in zip(y, (v.sum(), 2 * v.sum(), v[LANES ^ 3], 2 * v[LANES ^ 3]), strict=True):
-        assert (row == expected).all()
-
-
-MATRIX = """
-    simdgroup_matrix<A, 8, 8> a;
-    simdgroup_matrix<B, 8, 8> b;
-    simdgroup_matrix<float, 8, 8> c, d;
-    simdgroup_load(a, in_a + 3 * 16 + 4, 16);
-    simdgroup_load(b, in_b);
-    simdgroup_load(c, in_c);
-    simdgroup_multiply_accumulate(d, a, b, c);
-    simdgroup_store(d, y + 9, 9);
-"""
-
-
-@pytest.mark.parametrize("instrumented", [False, True], ids=["plain", "instrumented"])
-@pytest.mark.parametrize(
-    ("left", "right"), [("float", "float"), ("half", "half"), ("bfloat", "bfloat"), ("half", "float")]
-)
-def test_matrices_are_loaded_multiplied_and_stored(left, right, instrumented):
-    random = np.random.default_rng(0)
-    x, w = narrow(random.standard_normal((11, 16)), left), narrow(random.standard_normal((8, 8)), right)
-    z, template = random.random((8, 8)).astype(np.float32), [("A", x.dtype), ("B", w.dtype)]
-    y = launch(MATRIX, [x, w, z], (9, 9), np.float32, 32, 32, template=template, instrumented=instrumented, seed=2)
-    np.testing.assert_allclose(y[1:, :8], wide(x)[3:11, 4:12] @ wide(w) + z, atol=1e-5)
-    assert np.isnan(y[0]).all() and np.isnan(y[:, 8]).all(), "nothing else is written"
+    values, left = np.random.default_rng(7).integers(-3, 4, 32).astype(np.int32), LANES[LANES % 4 != 0]
+    y = launch("if (i % 4 == 0) return;\ny[i] = simd_sum(in_a[i]);", [values], (32,), np.int32, 32)
+    assert (y[left] == values[left].sum()).all()
 
 
 def test_lanes_hold_the_pairs_of_a_matrix_that_they_hold_on_a_gpu():

@@ -79,6 +79,20 @@ FOUND_INSTRUMENTED = {
         f"threadgroup float s[64];\ns[i] = x[i];\n{BARRIER}\nif (i < 32) y[i] = s[i + 32];\nelse y[i] = s[i] = 0;",
         "data race on threadgroup variable 's' at byte offset 128: this thread writes what thread 0 .* read",
     ),
+    "a write that a barrier of a simdgroup does not order": (
+        f"threadgroup float s[64];\ns[i] = 0;\n{BARRIER}\ns[i] = x[i];\n"
+        "simdgroup_barrier(mem_flags::mem_threadgroup);\ny[i] = s[63 - i];",
+        "data race on threadgroup variable 's' at byte offset",
+    ),
+    "device memory behind a barrier of threadgroup memory": (
+        f"y[i] = x[i];\n{BARRIER}\ny[63 - i] += 1;",
+        "data race on .*'y'",
+    ),
+    "a write by one of the lanes that have read": (
+        f"threadgroup float s[1];\nif (i == 0) s[0] = 1;\n{BARRIER}\ny[i] = 0;\n"
+        "if (i < 32) { y[i] = simd_sum(s[0]); if (i == 0) s[0] = 2; }",
+        "data race on threadgroup variable 's' at byte offset 0: this thread writes what several threads read",
+    ),
     "threadgroup memory that nothing wrote": (
         "threadgroup float s[64];\ny[i] = s[i];",
         "read of threadgroup variable 's' at byte offset 0, which nothing has written",
@@ -99,6 +113,11 @@ def test_misuse_is_refused_by_instrumented_runs(case):
     body, message = FOUND_INSTRUMENTED[case]
     with pytest.raises(MetalError, match=f"(?s){message}"):
         run(body, instrumented=True)
+
+
+def test_threadgroups_are_never_ordered():
+    with pytest.raises(MetalError, match=r"data race on .*'y'"):
+        run("y[i % 32] = x[i];", threads=32, instrumented=True)
 
 
 def test_odd_seeds_guard_the_start_of_buffers():

@@ -5,7 +5,6 @@ MLX builds the text of a kernel without Metal too, when a function is exported, 
 
 import contextlib
 import inspect
-import re
 
 import mlx.core as mx
 import numpy as np
@@ -100,19 +99,6 @@ KERNEL = {"name": "k", "input_names": ["x"], "output_names": ["y"], "source": "y
 CALL = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
 
 
-@pytest.mark.parametrize("make", [metal_kernel, mx.fast.metal_kernel], ids=["stand-in", "mlx"])
-def test_wrong_arguments_are_refused_as_mlx_does(make):
-    right = CALL | {"inputs": [mx.zeros(24)]}
-    for what in ("inputs", "output_shapes", "output_dtypes"):
-        message = f"[metal_kernel] Expected `{what}` to have size 1 but got size 2."
-        with pytest.raises(ValueError, match=re.escape(message)):
-            make(**KERNEL)(**right | {what: right[what] * 2})
-    with pytest.raises(ValueError, match=r"\[metal_kernel\] Must specify at least one output\."):
-        make(**KERNEL | {"output_names": []})
-    with pytest.raises(TypeError):
-        make(**KERNEL)([right["inputs"]])
-
-
 def test_inputs_are_made_row_contiguous_by_default():
     x = np.arange(24, dtype=np.float32)[::2]
     for options in ({}, {"ensure_row_contiguous": False}):  # a copy, of stride 1; or the array itself, of stride 2
@@ -123,33 +109,3 @@ def test_inputs_are_made_row_contiguous_by_default():
         settings(instrumented=True),
     ):
         short(**CALL | {"inputs": [x]})
-
-
-BUILTINS = """
-    uint at = 7 * (thread_position_in_grid.x + threads_per_grid.x * thread_position_in_grid.y);
-    y[at] = thread_position_in_threadgroup.x + 100 * thread_position_in_threadgroup.y;
-    y[at + 1] = threadgroup_position_in_grid.x + 100 * threadgroup_position_in_grid.y;
-    y[at + 2] = threads_per_threadgroup.x + 100 * threads_per_threadgroup.y;
-    y[at + 3] = threadgroups_per_grid.x + 100 * threadgroups_per_grid.y;
-    y[at + 4] = thread_index_in_threadgroup;
-    y[at + 5] = thread_index_in_simdgroup;
-    y[at + 6] = simdgroup_index_in_threadgroup;
-"""
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_built_in_values_at_the_edges_of_the_grid(seed):
-    """20 x 7 threads in groups of 8 x 5: the last group of a row is 4 wide, of a column 2 high."""
-    kernel = metal_kernel("builtins", [], ["y"], BUILTINS)
-    with settings(seed=seed) as runs:
-        y = kernel(
-            inputs=[], output_shapes=[(7, 20, 7)], output_dtypes=[np.int32], grid=(20, 7, 1), threadgroup=(8, 5, 1)
-        )[0]
-    assert runs[0].threadgroups == 6
-    for row in range(7):
-        for column in range(20):
-            (gx, gy), (tx, ty) = (column // 8, row // 5), (column % 8, row % 5)
-            width, height = min(8, 20 - 8 * gx), min(5, 7 - 5 * gy)
-            index = tx + width * ty
-            expected = [tx + 100 * ty, gx + 100 * gy, width + 100 * height, 203, index, index % 32, index // 32]
-            assert y[row, column].tolist() == expected

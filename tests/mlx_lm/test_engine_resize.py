@@ -39,8 +39,13 @@ def model(request):
 
 def ballast_of(pool, tokens, blank=0):
     """A sequence that holds the first blank blocks, if it leaves so many: what comes lies behind, and has to move."""
-    room = pool.stats().blank * pool.block_size
-    return [pool.open(tokens)] if room >= tokens + blank * pool.block_size else []
+    try:
+        held = [pool.open(tokens)]
+    except OutOfBlocks:
+        return []
+    if pool.stats().blank < blank:
+        pool.close([held.pop()])
+    return held
 
 
 def answers(engine, times=0, requests=NUM_REQUESTS, sizes=SIZES, longest=13, ballast=480, running=0):

@@ -1,12 +1,21 @@
 """What paged caches do not do is said in a sentence, before any harm is done."""
 
+import gc
+
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from mlx_families import FAMILIES
+from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
-from mlx_models import batch_tokens, random_prompts, solo_tokens, tiny_llama
+from mlx_models import batch_tokens, on_cpu, random_prompts, solo_tokens, tiny_llama
 
 from kvpool.adapters.mlx_lm import PagedKVCache, install
+
+LAZY = {
+    **{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+}
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
@@ -87,3 +96,36 @@ def test_a_model_that_was_cast_after_install_is_refused():
     again = install(model, 20, block_size=4)
     assert again.backend.dtype == mx.bfloat16
     mx.eval(model(mx.array([[1, 2]]), cache=again.make_cache()))
+
+
+# --------------------------------------------------------------------------------------- models built lazily
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_forward_pass_of_a_lazy_model_loads_its_weights_where_kernels_run_at_once(kernels):
+    """What the docstring of the adapter says: with kernels of the CPU the call itself computes, else nothing does."""
+    with on_cpu():
+        model = llama.Model(llama.ModelArgs(**LAZY))
+        weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+        with install(model, 8, kernels=kernels, fused=False) as kv:
+            cache = kv.make_cache()
+            gc.collect()  # models of tests before this one would leave in the middle of it
+            before = mx.get_active_memory()
+            logits = model(mx.array([[1, 2, 3]]), cache=cache)
+            loaded = mx.get_active_memory() - before
+            assert kv.backend.capabilities.lazy != kernels
+            assert loaded > weights // 2 if kernels else loaded < weights // 8, (loaded, weights)
+            mx.eval(logits)
+            assert mx.get_active_memory() - before > weights * 3 // 4
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_install_of_a_lazy_model_loads_its_weights_where_it_tries_to_fuse(fused):
+    with on_cpu():
+        model = llama.Model(llama.ModelArgs(**LAZY))
+        weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+        gc.collect()
+        before = mx.get_active_memory()
+        kv = install(model, 8, fused=fused)
+        loaded = mx.get_active_memory() - before - kv.backend.spec.pool_nbytes(8)
+        assert loaded > weights // 2 if fused else loaded < weights // 8, (loaded, weights)

@@ -124,9 +124,9 @@ static kv_plan_of_work plan_work(const kv_isa *isa, const kv_attention *call, vo
         num_items += items;
         if (is_chunk) has_chunks = 1;
         else if (queries > most_queries) most_queries = queries;
-        if (!is_chunk && items > 1) partial_floats += items * isa->partial_floats(call, queries);
+        if (!is_chunk && items > 1) partial_floats += items * isa->partial_floats(call, queries, 0);
         if (scores_apart) {
-            partial_floats += score_items(call, row) * isa->score_floats(call);
+            partial_floats += score_items(call, row) * isa->partial_floats(call, 1, 1);
             if (most_queries == 0) most_queries = 1;
         }
     }
@@ -171,13 +171,14 @@ static void do_part(kv_plan_of_work *plan, int64_t row, int64_t index, float *sc
     const int64_t parts = plan->first_item[row + 1] - plan->first_item[row];
     const kv_range part = part_range(call, row, row_begin(call, row), index);
     if (parts == 1) {
-        plan->isa->decode_part(call, row, part.begin, part.end, scratch, NULL);
+        plan->isa->decode_part(call, row, 0, part.begin, part.end, scratch, NULL);
         return;
     }
-    const int64_t step = plan->isa->partial_floats(call, row_queries(call, row));
+    const int64_t step = plan->isa->partial_floats(call, row_queries(call, row), 0);
     float *partials = plan->partials + plan->first_partial[row];
-    plan->isa->decode_part(call, row, part.begin, part.end, scratch, partials + index * step);
-    if (atomic_fetch_sub(&plan->unfinished[row], 1) == 1) plan->isa->decode_merge(call, row, partials, parts, scratch);
+    plan->isa->decode_part(call, row, 0, part.begin, part.end, scratch, partials + index * step);
+    if (atomic_fetch_sub(&plan->unfinished[row], 1) == 1)
+        plan->isa->decode_merge(call, row, 0, partials, parts, scratch);
 }
 
 static void do_chunk_tile(kv_plan_of_work *plan, int64_t row, int64_t index, float *scratch) {
@@ -208,9 +209,10 @@ static void do_score_part(void *context, int64_t item, int thread) {
     float *scratch = plan->thread_scratch + thread * plan->thread_floats;
     float *partials = plan->partials + plan->first_partial[row];
     if (row_queries(call, row) <= DECODE_QUERIES) return;
-    plan->isa->score_part(call, row, part.begin, part.end, scratch, partials + index * plan->isa->score_floats(call));
+    const int64_t step = plan->isa->partial_floats(call, 1, 1);
+    plan->isa->decode_part(call, row, 1, part.begin, part.end, scratch, partials + index * step);
     if (call->scores.kind == KV_MASS && atomic_fetch_sub(&plan->unfinished[row], 1) == 1)
-        plan->isa->score_merge(call, row, partials, parts, scratch);
+        plan->isa->decode_merge(call, row, 1, partials, parts, scratch);
 }
 
 static void do_mass_part(void *context, int64_t item, int thread) {

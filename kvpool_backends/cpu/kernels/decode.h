@@ -31,9 +31,9 @@ typedef struct {
     float *scaled, *shifts;          /* of one KV head: [groups, lanes, ROOM], [lanes, groups] */
 } decoding;
 
-static int64_t partial_floats(const kv_attention *call, int64_t num_queries) {
+static int64_t partial_floats(const kv_attention *call, int64_t num_queries, int scores_alone) {
     const int64_t num_lanes = num_queries * call->num_q_heads;
-    return 2 * whole_lines(num_lanes) + num_lanes * padded(call->layer->v.dim);
+    return 2 * whole_lines(num_lanes) + (scores_alone ? 0 : num_lanes * padded(call->layer->v.dim));
 }
 
 static void decoding_set_state(decoding *run, float *state) {
@@ -60,7 +60,7 @@ static decoding decoding_of(const kv_attention *call, int64_t row, int64_t num_q
         {&run.shifts, v_groups * run.lanes},
     };
     const int64_t used = carve(needs, sizeof needs / sizeof *needs, scratch);
-    run.floats = used + partial_floats(call, num_queries);
+    run.floats = used + partial_floats(call, num_queries, 0);
     if (scratch == NULL) return run;
     run.first_query = call->cu_q_lens[row + 1] - num_queries;
     decoding_set_state(&run, scratch + used);
@@ -409,9 +409,13 @@ KV_INLINE void decoding_fetch_factors(const decoding *run, const kv_tile *tile) 
     }
 }
 
-static void decode_part(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch,
-                        float *partial) {
-    decoding run = decoding_of(call, row, call->cu_q_lens[row + 1] - call->cu_q_lens[row], scratch);
+static int64_t decode_queries(const kv_attention *call, int64_t row, int scores_alone) {
+    return scores_alone ? 1 : call->cu_q_lens[row + 1] - call->cu_q_lens[row];
+}
+
+static void decode_part(const kv_attention *call, int64_t row, int scores_alone, int64_t begin, int64_t end,
+                        float *scratch, float *partial) {
+    decoding run = decoding_of(call, row, decode_queries(call, row, scores_alone), scratch);
     const kv_layer *layer = call->layer;
     const int64_t k_head_step = layer->k.head_stride * kv_itemsize(kv_stored(layer, &layer->k));
     kv_tile tiles[2];
@@ -419,7 +423,7 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
     decoding_load_queries(&run);
     memset(run.zeros, 0, (size_t)run.v_padded * sizeof(float));
     memset(run.sum, 0, (size_t)run.num_lanes * sizeof(float));
-    memset(run.acc, 0, (size_t)(run.num_lanes * run.v_padded) * sizeof(float));
+    if (!scores_alone) memset(run.acc, 0, (size_t)(run.num_lanes * run.v_padded) * sizeof(float));
     for (int64_t lane = 0; lane < run.num_lanes; lane++) run.largest[lane] = -INFINITY;
 
     tile_find(&tiles[0], call, row, begin, end);
@@ -434,8 +438,9 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
         decoding_find_factors(&run, tile);
         for (int64_t head = 0; head < layer->num_kv_heads; head++) {
             const int is_last = head + 1 == layer->num_kv_heads;
-            head_scores(&run, tile, head, 1);
+            head_scores(&run, tile, head, !scores_alone);
             head_weights(&run, tile, head);
+            if (scores_alone) continue;
             head_values(&run, tile, head, is_last ? next->k : tile->k, is_last ? 0 : (head + 1) * k_head_step);
         }
     }
@@ -444,10 +449,10 @@ static void decode_part(const kv_attention *call, int64_t row, int64_t begin, in
             lane_finish(&run, lane, run.largest[lane], run.sum[lane], run.acc + lane * run.v_padded);
 }
 
-static void decode_merge(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials,
-                         float *scratch) {
-    decoding run = decoding_of(call, row, call->cu_q_lens[row + 1] - call->cu_q_lens[row], scratch);
-    const int64_t step = partial_floats(call, run.num_queries);
+static void decode_merge(const kv_attention *call, int64_t row, int scores_alone, const float *partials,
+                         int64_t num_partials, float *scratch) {
+    decoding run = decoding_of(call, row, decode_queries(call, row, scores_alone), scratch);
+    const int64_t step = partial_floats(call, run.num_queries, scores_alone);
     for (int64_t lane = 0; lane < run.num_lanes; lane++) {
         float largest = -INFINITY, sum = 0;
         memset(run.acc, 0, (size_t)run.v_padded * sizeof(float));
@@ -462,9 +467,10 @@ static void decode_merge(const kv_attention *call, int64_t row, const float *par
             if (part_sum == 0) continue; /* nothing of it is seen */
             const float factor = expf(part[lane] - largest);
             sum += part_sum * factor;
-            for (int64_t d = 0; d < run.v_padded; d += VL)
+            for (int64_t d = 0; !scores_alone && d < run.v_padded; d += VL)
                 v_store(run.acc + d, v_fma(v_load(more + d), v_set(factor), v_load(run.acc + d)));
         }
-        lane_finish(&run, lane, largest, sum, run.acc);
+        if (scores_alone) lane_factor(&run, lane, largest, sum);
+        else lane_finish(&run, lane, largest, sum, run.acc);
     }
 }

@@ -41,23 +41,17 @@ struct kv_isa {
     kv_tiling tiling;
 
     /* Decode and short windows of queries (decode.h). A part is tokens [begin, end) of the context of `row`. Its result
-     * goes to `partial` (partial_floats of them), or, when that is NULL, finished to `call->out`. */
+     * goes to `partial` (partial_floats of them), or, when that is NULL, finished to `call->out`. With `scores_alone`
+     * it is the scores of the newest query, for rows that go by chunk_tile: `partial` is not NULL, and is combined
+     * where the kind is KV_MASS. */
     int64_t (*decode_scratch_floats)(const kv_attention *call, int64_t num_queries);
-    int64_t (*partial_floats)(const kv_attention *call, int64_t num_queries);
-    void (*decode_part)(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch,
-                        float *partial);
+    int64_t (*partial_floats)(const kv_attention *call, int64_t num_queries, int scores_alone);
+    void (*decode_part)(const kv_attention *call, int64_t row, int scores_alone, int64_t begin, int64_t end,
+                        float *scratch, float *partial);
     /* Combines partials, which lie one after the other, in order, and writes the row's part of `call->out`. */
-    void (*decode_merge)(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials,
-                         float *scratch);
-
-    /* Scores of the newest query of rows that go by chunk_tile (scores.h): parts as above, with partials of
-     * score_floats, which score_merge combines where the kind is KV_MASS. Then for all rows mass_part: what
-     * `call->scores.lanes` holds of tokens [begin, end) becomes `call->scores.out`. */
-    int64_t (*score_floats)(const kv_attention *call);
-    void (*score_part)(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch,
-                       float *partial);
-    void (*score_merge)(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials,
-                        float *scratch);
+    void (*decode_merge)(const kv_attention *call, int64_t row, int scores_alone, const float *partials,
+                         int64_t num_partials, float *scratch);
+    /* What `call->scores.lanes` holds of tokens [begin, end) becomes `call->scores.out` (scores.h). */
     void (*mass_part)(const kv_attention *call, int64_t row, int64_t begin, int64_t end);
 
     /* Tiles of queries of long chunks (chunk.h). A tile is queries [first_query, first_query + num_queries) of `row`

@@ -1,47 +1,9 @@
-/* Scores beside attention: the newest query of a row that chunk.h computes, and the second pass of KV_MASS.
+/* Scores beside attention: the second pass of KV_MASS.
  *
  * Rows of few queries export while they are decoded (head_export in decode.h). For a row of many, its newest query is
  * met with K once more, without V: next to nothing beside the chunk itself. KV_MASS needs what a query's weights
  * add up to before the first one is known, so all heads' scores are laid aside until then.
  */
-
-/* A partial result here: the largest score and the sum of each lane. */
-static int64_t score_floats(const kv_attention *call) { return 2 * whole_lines(call->num_q_heads); }
-
-static void score_part(const kv_attention *call, int64_t row, int64_t begin, int64_t end, float *scratch,
-                       float *partial) {
-    decoding run = decoding_of(call, row, 1, scratch);
-    kv_tile tile;
-    run.largest = partial;
-    run.sum = partial + whole_lines(run.num_lanes);
-    decoding_load_queries(&run);
-    memset(run.sum, 0, (size_t)run.num_lanes * sizeof(float));
-    for (int64_t lane = 0; lane < run.num_lanes; lane++) run.largest[lane] = -INFINITY;
-    for (; begin < end; begin += tile.count) {
-        tile_find(&tile, call, row, begin, end);
-        decoding_find_factors(&run, &tile);
-        for (int64_t head = 0; head < call->layer->num_kv_heads; head++) {
-            head_scores(&run, &tile, head, 0);
-            head_weights(&run, &tile, head);
-        }
-    }
-}
-
-static void score_merge(const kv_attention *call, int64_t row, const float *partials, int64_t num_partials,
-                        float *scratch) {
-    const decoding run = decoding_of(call, row, 1, scratch);
-    const int64_t step = score_floats(call);
-    for (int64_t lane = 0; lane < run.num_lanes; lane++) {
-        float largest = -INFINITY, sum = 0;
-        for (int64_t i = 0; i < num_partials; i++)
-            if (partials[i * step + lane] > largest) largest = partials[i * step + lane];
-        for (int64_t i = 0; i < num_partials; i++) {
-            const float part_sum = partials[i * step + whole_lines(run.num_lanes) + lane];
-            if (part_sum != 0) sum += part_sum * expf(partials[i * step + lane] - largest);
-        }
-        lane_factor(&run, lane, largest, sum);
-    }
-}
 
 static void mass_part(const kv_attention *call, int64_t row, int64_t begin, int64_t end) {
     const kv_scores *scores = &call->scores;

@@ -1,7 +1,4 @@
-"""``python -m kvpool_backends.mlx.native build`` compiles the extension, ``... status`` says what there is.
-
-``... ship`` compiles it into the package, for a wheel.
-"""
+"""``python -m kvpool_backends.mlx.native build`` compiles the extension, ``... ship`` into the package, for a wheel."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ def main(arguments: list[str]) -> int:
             return 1
         print(f"{made} ({time.perf_counter() - begin:.0f} s)")
         return 0
-    if arguments == ["status"]:
-        for key, value in loading.status().items():
-            print(f"{key}: {value}")
-        return 0
-    print("usage: python -m kvpool_backends.mlx.native {build,ship,status}", file=sys.stderr)
+    print("usage: python -m kvpool_backends.mlx.native {build,ship}", file=sys.stderr)
     return 2
 
 

@@ -88,7 +88,6 @@ class NativeBackend(KernelBackend):
         return NativeStep(np.array(wide), np.array(seq_lens), np.array(cu_q_lens), slots, step=step, longest=longest)
 
     def copy_blocks(self, plan: AnyPlan | np.ndarray) -> None:
-        """Copy the first tokens of blocks in all layers, ``(src, dst, num_tokens)`` each."""
         copies = checked_copies(self, plan)
         if len(copies) == 0:
             return
@@ -97,7 +96,6 @@ class NativeBackend(KernelBackend):
         self._lazy.copy_blocks(self._module.copies(num_threads(), np.ascontiguousarray(copies, np.int64)))
 
     def write(self, step: Any, layer: int, k: mx.array, v: mx.array) -> None:
-        """Store ``k [T, Hk, D]`` and ``v [T, Hk, Dv]`` at the slots of the step, negative ones skipped."""
         check_layer(self, "write", layer)
         self._lazy.write(layer, _array(k), _array(v), step.step)
 
@@ -106,7 +104,6 @@ class NativeBackend(KernelBackend):
         options: AttentionOptions | None = None, return_attn: bool = False,
         scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`."""
         checked_results(self.capabilities, return_attn, scores, scores_out)
         check_layer(self, "attend", layer)
         check_attends(self.spec)

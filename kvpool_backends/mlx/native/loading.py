@@ -87,17 +87,14 @@ def folder() -> Path:
         root = Path.home() / "Library" / "Caches"
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "kvpool" / "mlx-native" / f"{sysconfig.get_config_var('SOABI')}-{prefix_key()}"
+    # One folder for each place that MLX is installed in: two environments do not take it from each other.
+    place = hashlib.sha256(str(mlx_folder()).encode()).hexdigest()[:8]
+    return root / "kvpool" / "mlx-native" / f"{sysconfig.get_config_var('SOABI')}-{place}"
 
 
 def shipped() -> Path:
     """The place of the extension for this MLX in a wheel, if it has one."""
     return SOURCES / "built" / MLX_VERSION
-
-
-def prefix_key() -> str:
-    """One folder for each place that MLX is installed in: two environments do not take it from each other."""
-    return hashlib.sha256(str(mlx_folder()).encode()).hexdigest()[:8]
 
 
 def library(where: Path) -> Path:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpool.protocol import StepArrays
-from kvpool.spec import LAYOUTS, QUANT_BITS, KVSpec
+from kvpool.spec import LAYOUTS, KVSpec
 from kvpool_backends.mlx.base import DTYPES, has_metal
 from kvpool_backends.mlx.metal import MetalAttention, metal_capabilities
 from kvpool_backends.mlx.metal_kernels import Launch, in_place_source
@@ -20,16 +20,7 @@ from kvpool_backends.mlx.native.pool import InPlacePool
 
 
 def metal_texts(module: ModuleType, spec: KVSpec) -> Any:
-    """The argument `metal` of `InPlacePool`: kernels that write tokens of each dtype, in vectors or not, and that copy.
-
-    Raises
-    ------
-    ValueError
-        A head dimension is not a multiple of 4: the kernels move four elements at a time.
-    """
-    for name, dim in spec.planes:
-        if dim % 4:
-            raise ValueError(f"[metal_texts] head_dim of {name} is {dim}, it must be a multiple of 4")
+    """The argument `metal` of `InPlacePool`: kernels that write each dtype, in vectors or not, and that copy."""
     block, size = spec.block_size, spec.quant_group_size
 
     def writes(name: str, *numbers: int, more: tuple[int, ...] = ()) -> tuple[tuple[str, str], ...]:
@@ -61,7 +52,7 @@ class NativeMetalBackend(MetalAttention, NativeBackend):
     its memory, which is the host's too.
     """
 
-    capabilities = metal_capabilities(LAYOUTS[:-1], QUANT_BITS)  # all but "block"
+    capabilities = metal_capabilities(LAYOUTS[:-1])  # all but "block"
     describes_each = False  # launch of attention to MLX: no node repeats what was described for another layer
 
     def _allocate(self) -> None:

@@ -14,10 +14,9 @@ uses it is *built*.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -32,15 +31,12 @@ class PoolMoved(RuntimeError):
     """An array of the pool is not where it was allocated: it was copied, and writes would go to the copy."""
 
 
-class _Chain:
+class _Chain(NamedTuple):
     """Handles of arrays that are always used together, and what stands for the newest operation on them."""
 
-    __slots__ = ("addresses", "handles", "token")
-
-    def __init__(self, handles: tuple[mx.array, ...], addresses: tuple[int, ...]) -> None:
-        self.handles = handles  # the objects stay, the arrays that they denote are replaced
-        self.addresses = addresses
-        self.token = mx.array([])
+    handles: tuple[mx.array, ...]  # the objects stay, the arrays that they denote are replaced
+    addresses: tuple[int, ...]
+    token: mx.array
 
 
 class InPlacePool:
@@ -60,14 +56,10 @@ class InPlacePool:
         Nodes run on MLX's GPU: writes, copies, and attention that was `noted`.
     metal : capsule, optional
         Texts of the Metal kernels, for `on_gpu`.
-    debug : bool, optional
-        Evaluate each operation at once and look where the arrays are. By default if ``KVPOOL_MLX_DEBUG`` is set.
 
-    Raises
-    ------
-    PoolMoved
-        From a call, in debug mode. Without it a node that finds a strange array as its input is a RuntimeError of
-        the evaluation.
+    Notes
+    -----
+    A node that finds a strange array as its input is a RuntimeError of the evaluation.
     """
 
     def __init__(
@@ -80,11 +72,9 @@ class InPlacePool:
         isa: str,
         on_gpu: bool = False,
         metal: Any = None,
-        debug: bool | None = None,
     ) -> None:
         self._module = module
         self._on_gpu = on_gpu
-        self.debug = bool(os.environ.get("KVPOOL_MLX_DEBUG")) if debug is None else debug
         self._layers: list[tuple[Any, _Chain]] = []
         self._chains: dict[tuple[int, ...], _Chain] = {}
         for layer in range(spec.num_layers):
@@ -121,7 +111,7 @@ class InPlacePool:
             handles = tuple(mx.array(0) for _ in arrays)
             for handle, array in zip(handles, arrays, strict=True):
                 self._module.share(handle, array)
-            self._chains[numbers] = _Chain(handles, tuple(map(self._module.address, arrays)))
+            self._chains[numbers] = _Chain(handles, tuple(map(self._module.address, arrays)), mx.array([]))
         return self._chains[numbers]
 
     # ---------------------------------------------------------------------------------------- operations
@@ -182,9 +172,6 @@ class InPlacePool:
         self._module.run(
             self._on_gpu, chain.handles, reads, capsule, step, copies, attention, k, v, q, chain.token, result
         )
-        if self.debug:
-            self.wait()
-            self.check_addresses()
         return result
 
     # ------------------------------------------------------------------------------------ what was built

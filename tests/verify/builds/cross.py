@@ -112,9 +112,8 @@ def stand_in() -> Iterator[Piece]:
 def shipped_kernels() -> list[str]:
     """C++ of attention and its reduction over a dense and a packed pool, as the stand-in translates them."""
     import msl.fast
-    from metal_cases import Batch
+    from metal_cases import Batch, PackedBatch
     from metal_engine import StandIn
-    from metal_packed import PackedBatch
 
     for kind in (Batch, PackedBatch):
         kind(dtype="float16", seq_lens=(40,), part_tokens=32).run(StandIn().factory(0))

@@ -129,7 +129,7 @@ def stores(calls: int, seed: int) -> dict:
                 backend.write(backend.prepare(plan), 0, k, v)
                 found = backend.gather(0, ids)
                 out = backend.attend(backend.prepare(plan), 0, k[:1].repeat(2, 1))
-                backend.memory()
+                assert backend.store.scratch_nbytes
             except ConcurrentUse:
                 refused[number] += 1
                 continue
