@@ -19,10 +19,6 @@ class CommandError(Exception):
     """The command cannot do what was asked. The message is for the person who typed it."""
 
 
-class NotRun(Exception):
-    """A part cannot run here. The message says what is missing and how to install it."""
-
-
 def whole(option: str, text: str, least: int = 1, most: int = INT_MAX) -> int:
     """Return `text` as an integer from `least` to `most`."""
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import attention
 from benchmarks.command import main
-from kvpool.cli.bench.measure import Contestant, race
+from benchmarks.measure import Contestant, race
 
 DTYPES = ("float32", "bfloat16", "float16")
 ALL_PARTS = {"decode", "prefill", "write", "copy", "raw", "mass"}  # of rows

@@ -130,3 +130,8 @@ def summary(name: str, counted: list[dict[str, float]]) -> Timing | None:
     """Return the least and the median of the times of one contestant, None if there are none."""
     seconds = [times[name] for times in counted if name in times]
     return Timing(min(seconds), statistics.median(seconds), len(seconds)) if seconds else None
+
+
+def tokens(n: int) -> str:
+    """Return a number of tokens as people write it: 4096 as ``4k``."""
+    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
