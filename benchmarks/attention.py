@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks.command import judged, main
 from benchmarks.gate import Gate, table
-from benchmarks.measure import Contestant, Race, race, tokens
+from benchmarks.measure import Contestant, Race, cpu_model, race, tokens
 from kvpool.cli.bench import numbers
-from kvpool.cli.console import CommandError, cpu_model, nbytes, progress, whole
+from kvpool.cli.console import CommandError, nbytes, progress, whole
 from kvpool.config import KVSpec, available_memory_nbytes, format_nbytes
 from kvpool.protocol import StepArrays
 from kvpool_backends.cpu import CPUBackend, _kernels

@@ -216,14 +216,15 @@ def prefix_hits(args: argparse.Namespace) -> Iterator[Claim]:
     block_size, count = args.kv_block_size, 16
     system, rng = list(range(6 * block_size)), np.random.default_rng(0)
     pool = kvpool.Pool(16 + 7 * count, block_size, prefix_cache=True)
-    plan = kvpool.Plan(pool, max_rows=1, max_tokens=8 * block_size)
+    plan, prefix = kvpool.Plan(pool, max_rows=1, max_tokens=8 * block_size), pool.prefix
+    assert prefix is not None
 
     def serve(tokens: list[int]) -> tuple[int, int]:
         handle = pool.open(tokens)
         hit = pool.num_tokens(handle)
         pool.step(plan, [handle], len(tokens) - hit)
         pool.done(plan)
-        pool.prefix.commit(handle, tokens[hit:])
+        prefix.commit(handle, tokens[hit:])
         return handle, hit
 
     pool.close(serve(system)[0])
