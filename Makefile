@@ -22,7 +22,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/built $(VENV)/demo  ## set everything up, run the main job (a few minutes the first time)
-	$(PY) -m benchmarks.demo
+	$(PY) -m kvpool demo
 
 test: lint  ## set everything up, check style and types, run the tests that catch most faults (eight minutes)
 	@echo "==> running the tests that catch most faults; make test-all runs all but the slow ones, make verify these"
@@ -101,7 +101,7 @@ asan: $(VENV)/built $(VENV)/test  ## the core's and the CPU backend's tests unde
 	$(PY) -m tests.verify.builds asan-cpu -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) \
 		$(addprefix --ignore=tests/,repository verify mlx_lm metal sizing capi/test_capi_speed.py) \
 		--ignore=tests/benchmarks/test_baselines.py \
-		--ignore-glob '*test_demo*' --ignore-glob '*mlx*'
+		--ignore-glob '*test_cli_demo*' --ignore-glob '*mlx*'
 
 tsan: $(VENV)/built $(VENV)/test  ## threads on pools, under ThreadSanitizer (Linux, gcc, setarch -R)
 	$(PY) -m pytest -m slow -k test_tsan $(THREADS) $(PYTEST_ARGS)
@@ -114,7 +114,7 @@ coverage: $(VENV)/built $(VENV)/test  ## lines and branches of the core that the
 	$(PY) -m pytest -s -m slow -k reach_nearly tests/verify/slow/test_coverage.py $(PYTEST_ARGS)
 
 clean:  ## remove everything that make has made
-	rm -rf $(VENV) build dist *.egg-info kvpool-demo.png .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f kvpool/*.so kvpool_backends/cpu/*.so tests/verify/*.so
 
@@ -140,7 +140,7 @@ $(VENV)/built: $(VENV)/made pyproject.toml setup.py $(SOURCES)
 
 # kvpool is installed: these add what its extras need.
 $(VENV)/demo: pyproject.toml $(wildcard kvpool_backends/mlx/native/*.cpp kvpool_backends/mlx/native/*.h) | $(VENV)/built
-	@echo "==> installing mlx, mlx-lm and what the demo draws with"
+	@echo "==> installing mlx, mlx-lm, the server and what pictures are drawn with"
 	$(PIP) "kvpool[demo]"
 	@[ "$$(uname)" != Darwin ] || $(PY) -m kvpool_backends.mlx.native build || echo "==> going on without the extension"
 	@touch $@

@@ -1,7 +1,7 @@
 """Attention on the CPU: time beside a read of the same K and V, and beside dense attention.
 
 Only the call is timed, on prepared blocks and tables, and its results were compared with float64. Contestants take
-turns (`kvpool.cli.bench.measure`), so that ratios hold on a machine that others share. K and V below 134 MB may live in
+turns (`benchmarks.measure`), so that ratios hold on a machine that others share. K and V below 134 MB may live in
 a cache and decide no gate.
 """
 
@@ -25,16 +25,17 @@ import numpy as np
 
 from benchmarks.command import judged, main
 from benchmarks.gate import Gate, table
-from kvpool.cli.bench.measure import Contestant, Race, race
-from kvpool.cli.bench.options import DTYPES, MEMORY, memory_nbytes, numbers, some, tokens
-from kvpool.cli.console import CommandError, cpu_model, progress, whole
-from kvpool.config import KVSpec, format_nbytes
+from benchmarks.measure import Contestant, Race, cpu_model, race, tokens
+from kvpool.cli.bench import numbers
+from kvpool.cli.console import CommandError, nbytes, progress, whole
+from kvpool.config import KVSpec, available_memory_nbytes, format_nbytes
 from kvpool.protocol import StepArrays
 from kvpool_backends.cpu import CPUBackend, _kernels
 from kvpool_backends.cpu.backend import zeroed
 from kvpool_backends.numpy.elements import to_bfloat16
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SEED = 32, 8, 128, 16, 1
+DTYPES = ("float32", "bfloat16", "float16")
 PARTS = ("decode", "prefill", "write", "copy", "scores")
 OPTIONS = {
     "part": (",".join(PARTS), "what to measure"),
@@ -44,7 +45,7 @@ OPTIONS = {
     "against": ("torch", "dense attention to compare with, where it is installed; or none"),
     "threads": ("auto", "numbers of threads; auto: 1 and all of them"),
     "repetitions": ("15", "rounds that have to count"),
-    "max-memory": ("auto", MEMORY),
+    "max-memory": ("auto", "leave out what needs more, such as 8GiB; auto: half of what is available"),
     "kv-bits": ("none", "decode from quantized K and V too, beside bfloat16: 8, 4, 8/4 (keys / values), fp8"),
     "gates": (False, "exit status 1 if a gate is missed or not decided"),
 }
@@ -491,6 +492,15 @@ def decide(
 # ------------------------------------------------------------------------------------------------ the command
 
 
+def some(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in `text`, each of which has to be known."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise CommandError(f"{option} {name}: there are {', '.join(known)}")
+    return names
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, and print what was found; with ``--gates`` 1 if a gate is missed or not decided."""
     parts, dtypes = some("--part", args.part, PARTS), some("--dtype", args.dtype, DTYPES)
@@ -499,7 +509,8 @@ def run(args: argparse.Namespace) -> int:
     auto = tuple(sorted({1, _kernels.num_threads()}))
     threads = auto if args.threads == "auto" else numbers("--threads", args.threads)
     sizes = list(product(numbers("--batch", args.batch), numbers("--context", args.context)))
-    repetitions, most = whole("--repetitions", args.repetitions), memory_nbytes(args.max_memory)
+    repetitions = whole("--repetitions", args.repetitions)
+    most = available_memory_nbytes() // 2 if args.max_memory == "auto" else nbytes("--max-memory", args.max_memory)
     against, torch = some("--against", args.against, ("torch", "none"))[0], None
     if against == "torch" and importlib.util.find_spec("torch"):
         torch = importlib.import_module("torch")

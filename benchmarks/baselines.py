@@ -1,6 +1,6 @@
 """What kvpool is measured against: the C floor (floor.c), without safety or calls: its loops run inside C.
 
-The allocator in pure Python is that of ``kvpool bench allocator``.
+The allocator in pure Python is that of ``kvpool bench``.
 """
 
 import ctypes

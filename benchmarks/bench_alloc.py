@@ -5,7 +5,7 @@ import pytest
 
 import kvpool
 from benchmarks.baselines import Floor
-from kvpool.cli.bench.allocator import PlainAllocator
+from kvpool.cli.bench import PlainAllocator
 
 NUM_BLOCKS = 100_000
 CALLS = 256

@@ -8,7 +8,7 @@ import pytest
 
 import kvpool
 from benchmarks.baselines import Floor
-from kvpool.cli.bench.allocator import PlainAllocator
+from kvpool.cli.bench import PlainAllocator
 
 TOKENS = 4096
 BLOCK_SIZE = 16

@@ -10,7 +10,7 @@ import pytest
 
 import kvpool
 from benchmarks.baselines import Floor
-from kvpool.cli.bench.allocator import PlainAllocator
+from kvpool.cli.bench import PlainAllocator
 
 BLOCK_SIZE = 16
 CONTEXT = 4096

@@ -6,6 +6,7 @@ thing twice. Nothing here runs the code that it counts, but for the build of the
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import shutil
@@ -19,6 +20,7 @@ from itertools import combinations
 from pathlib import Path
 
 PACKAGES = ("kvpool", "kvpool_backends")
+PARTS = {"product": (*PACKAGES, "metal"), "tests": ("tests",)}
 SOURCE = (".py", ".pyx", ".pxd", ".pxi", ".pyi", ".h", ".c", ".cpp", ".metal")
 #: A module may import from its own layer and from those before it.
 LAYERS = (
@@ -57,6 +59,12 @@ def text_of(path: Path) -> str:
 def count_lines(root: Path, paths: list[Path]) -> int:
     """Lines of these files."""
     return sum(text_of(root / path).count("\n") for path in paths)
+
+
+def count_statements(root: Path, paths: list[Path]) -> int:
+    """Statements of those that are Python."""
+    trees = (ast.parse(text_of(root / path)) for path in paths if path.suffix == ".py")
+    return sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree))
 
 
 def wheel(root: Path) -> dict[str, float]:
@@ -233,11 +241,13 @@ def long_lines(text: str) -> int:
 def measure(root: Path) -> dict[str, object]:
     """All figures of a checkout; public names are those of its own build."""
     paths, graph = tracked(root), import_graph(root)
-    outside = [path for path in paths if path.parts[0] != "tests"]
+    parts = {name: [path for path in paths if path.parts[0] in folders] for name, folders in PARTS.items()}
     told = subprocess.run([sys.executable, "-c", NAMES], cwd=root, capture_output=True, text=True, check=True).stdout
     return {
         **wheel(root),
-        "git: lines without tests": count_lines(root, outside),
+        "git: lines": count_lines(root, paths),
+        **{f"{name}: lines": count_lines(root, part) for name, part in parts.items()},
+        **{f"{name}: statements in Python": count_statements(root, part) for name, part in parts.items()},
         "names: kvpool / Pool / Plan": " / ".join(told.split()),
         "import circles": len(circles(graph)),
         "imports of a layer above": len(arrows_up(graph)),
@@ -247,8 +257,17 @@ def measure(root: Path) -> dict[str, object]:
     }
 
 
+def checkout(text: str) -> Path:
+    """The folder of an argument."""
+    if not Path(text, ".git").exists():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of a git repository")
+    return Path(text).resolve()
+
+
 if __name__ == "__main__":
-    ROOT = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.house", description=str(__doc__).splitlines()[0])
+    parser.add_argument("root", metavar="CHECKOUT", type=checkout, nargs="?", default=".")
+    ROOT = parser.parse_args().root
     for key, value in measure(ROOT).items():
         print(f"{key:<40} {value}")
     for found in circles(import_graph(ROOT)):

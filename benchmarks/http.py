@@ -33,8 +33,9 @@ import numpy as np
 import kvpool
 from benchmarks.command import judged, main
 from benchmarks.gate import Gate, short, table
+from benchmarks.measure import cpu_model
 from benchmarks.serving import lengths
-from kvpool.cli.console import CommandError, cpu_model
+from kvpool.cli.console import CommandError
 
 SENT = {
     **{"requests": "how many", "rate": "Poisson arrivals per second", "systems": "different system prompts"},

@@ -17,16 +17,14 @@ import subprocess
 import tempfile
 import time
 import zlib
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from benchmarks import predict
+from benchmarks import metal, predict
 from kvpool.cli import doctor
-from kvpool.cli.bench import metal
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
@@ -49,7 +47,7 @@ SYSTEM = (  # what only the system tells, by command
     ("low power mode", ("sh", "-c", "pmset -g | grep -i lowpowermode")),
     ("heat", ("pmset", "-g", "therm")),
 )
-DECODE = ("--batch", "1,8", "--context", "512,4k,32k", "--group", "4,8,16")
+DECODE: dict[str, Any] = {"batches": (1, 8), "contexts": (512, 4096, 32768), "groups": (4, 8, 16)}
 PREFILL = ((128, 4, "bfloat16"), (128, 8, "float16"), (64, 8, "bfloat16"), (256, 2, "bfloat16"))  # D, group, dtype
 CHUNKS, PREFILL_CONTEXT, LAYERS = (8, 32, 512), 4096, 8
 END = """\
@@ -295,22 +293,18 @@ def writes() -> Iterator[str]:
 
 
 def decode() -> Iterator[str]:
-    """The cases of ``kvpool bench metal``, the most telling ones first, with what is predicted for this chip."""
+    """Both kinds of attention, the most telling cases first, with what is predicted for this chip."""
     gpu, over = predict.gpu_of(metal.metal_device(), gpu_cores()), until("decode")
     yield f"{'':44}{'measured':>9}{'predicted':>10}{'dense':>8}{'predicted':>10}"
-    for dim, dtypes in ((128, "bfloat16,float16"), (64, "bfloat16"), (256, "bfloat16")):
-        parser = ArgumentParser()
-        metal.add_arguments(parser)
-        chosen = parser.parse_args(["--head-dim", str(dim), "--dtype", dtypes, *DECODE])
-        for case in metal.cases(chosen, 16):
+    for dim, dtypes in ((128, ("bfloat16", "float16")), (64, ("bfloat16",)), (256, ("bfloat16",))):
+        for case in metal.cases(dtypes, **DECODE, head_dim=dim):
             if over():
                 yield f"D {dim} {case.name}: not measured, the time is over"
                 continue
-            for row in metal.case_rows(case, (16,), 3):
-                shape = predict.Shape(case.batch, case.context, case.num_kv_heads, case.group, dim)
-                guessed = [predict.paged_seconds(gpu, shape), predict.dense_seconds(gpu, shape)] if gpu else [0.0, 0.0]
-                ours, theirs, wanted, expected = (1e6 * t for t in (row["paged"], row["dense"], *guessed))
-                yield f"D {dim:3} {case.name:38}{ours:9.0f}{wanted:10.0f}{theirs:8.0f}{expected:10.0f}"
+            shape = predict.Shape(case.batch, case.context, case.num_kv_heads, case.group, dim)
+            guessed = [predict.paged_seconds(gpu, shape), predict.dense_seconds(gpu, shape)] if gpu else [0.0, 0.0]
+            ours, theirs, wanted, expected = (1e6 * t for t in (*metal.seconds(case, 3), *guessed))
+            yield f"D {dim:3} {case.name:38}{ours:9.0f}{wanted:10.0f}{theirs:8.0f}{expected:10.0f}"
 
 
 def prefill() -> Iterator[str]:
@@ -372,11 +366,8 @@ def model() -> Iterator[str]:
 def sweep() -> Iterator[str]:
     """The constants with which one short and one long decode take least."""
     over = until("sweep")
-    parser = ArgumentParser()
-    metal.add_arguments(parser)
-    chosen = parser.parse_args(["--dtype", "bfloat16", "--batch", "1", "--context", "1k,16k", "--group", "4"])
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        best = {} if over() else metal.sweep(list(metal.cases(chosen, 16)))
+        best = {} if over() else metal.sweep(list(metal.cases(("bfloat16",), (4,), (1,), (1024, 16384))))
     yield from said.getvalue().splitlines()
     yield json.dumps(best) if best else "not tried, the time is over"
 

@@ -24,6 +24,7 @@ import numpy as np
 import kvpool
 from benchmarks.command import judged, main
 from benchmarks.gate import Gate, table
+from benchmarks.measure import Contestant, seconds_per_call
 from benchmarks.tiny_families import NOT_RUN, OWN, build, config_of, randomize
 from kvpool import OutOfBlocks
 from kvpool.adapters.mlx_lm.cache_hook import Hook
@@ -31,7 +32,6 @@ from kvpool.adapters.mlx_lm.host import PagedKV, install
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape, inspect_model, leaves_of
 from kvpool.adapters.mlx_lm.states import arrays_in
-from kvpool.cli.bench.measure import Contestant, seconds_per_call
 from kvpool.cli.console import CommandError, whole
 from kvpool.config import format_nbytes
 

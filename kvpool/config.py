@@ -236,14 +236,14 @@ def available_memory_nbytes() -> int:
     Elsewhere what the package psutil says, without it all RAM.
     """
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text("/proc/meminfo"), re.MULTILINE)
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text("/proc/meminfo"), re.MULTILINE)
     if found:
         available = int(found.group(1)) * 1024
     elif find_spec("psutil") is not None:
         available = int(import_module("psutil").virtual_memory().available)
-    limit, used = _read_text("/sys/fs/cgroup/memory.max"), _read_text("/sys/fs/cgroup/memory.current")
+    limit, used = read_text("/sys/fs/cgroup/memory.max"), read_text("/sys/fs/cgroup/memory.current")
     if limit.strip().isdigit() and used.strip().isdigit():
-        pages = re.search(r"^inactive_file (\d+)", _read_text("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+        pages = re.search(r"^inactive_file (\d+)", read_text("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
         freed = int(pages.group(1)) if pages else 0  # cached files, such as the weights', which leave first
         available = min(available, max(0, int(limit) - max(0, int(used) - freed)))
     return available
@@ -258,7 +258,8 @@ def memory_pressure() -> int:
     return level.value
 
 
-def _read_text(path: str) -> str:
+def read_text(path: str) -> str:
+    """Return the content of a file of the system, empty where there is none."""
     try:
         return Path(path).read_text()
     except OSError:  # another system, or no permission: the caller has a less exact source

@@ -68,7 +68,7 @@ def pytest_report_header(config):
 #: pytest-xdist gives a whole file to one process. The slowest files begin first, so that none runs alone at the end.
 #: The marker `long` is something else, see below.
 BEGIN_FIRST = (
-    *("packaging", "demo", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
+    *("packaging", "metal_attention", "backend_conformance", "backend_mlx", "metal_backend"),
     *("metal_mutations", "scheduler_canary", "engine_store", "ranks"),
     *("backend_cpu", "mlx_lm_turns", "mlx_lm_adapter", "mlx_native", "metal_bytes"),
     *("mlx_fused", "cli_generate", "cli_bench", "scheduler_groups", "scheduler_ahead"),

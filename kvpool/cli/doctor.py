@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sysconfig
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import kvpool
-from kvpool.cli.console import huge_pages
 from kvpool.cli.wired import most_wired_nbytes
+from kvpool.config import read_text
 from kvpool.errors import BackendUnavailable
 
 PACKAGES = ("numpy", "mlx", "mlx-lm", "rich", "matplotlib")
@@ -100,6 +101,12 @@ def cpu_facts() -> dict[str, Any]:
         ),
         "huge_pages": huge_pages(),
     }
+
+
+def huge_pages() -> str | None:
+    """Return when the system backs memory with huge pages: always, madvise (on request) or never."""
+    found = re.search(r"\[(\w+)\]", read_text("/sys/kernel/mm/transparent_hugepage/enabled"))
+    return found[1] if found else None
 
 
 def mlx_route() -> dict[str, str | None] | None:

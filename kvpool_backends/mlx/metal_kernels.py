@@ -29,7 +29,7 @@ from kvpool_backends.mlx.base import DTYPES
 
 _log = logging.getLogger(__name__)
 
-CHOICES = {  # of the constants below, what `kvpool bench metal --sweep` tries
+CHOICES = {  # of the constants below, what the sweep of `benchmarks.metal` tries
     "SIMDGROUPS": (2, 4),
     "ROW_DIMS_MAX": (512, 1024),
     "PART_TOKENS": (32, 64, 128, 256, 512, 1024),

@@ -4,7 +4,7 @@ import numpy as np
 
 import kvpool
 from benchmarks.baselines import Floor
-from kvpool.cli.bench.allocator import PlainAllocator
+from kvpool.cli.bench import PlainAllocator
 
 ROWS = 5
 STEPS = 40

@@ -9,9 +9,8 @@ import mlx.core as mx
 import pytest
 
 from benchmarks import mac_report as report
-from benchmarks import predict
+from benchmarks import metal, predict
 from kvpool.cli import doctor
-from kvpool.cli.bench import metal
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def fake(monkeypatch, engine):
     monkeypatch.setattr(report, "LAUNCHES", 6)
     variants = ((64, 2, "float16", None), (62, 1, "float16", None), (64, 1, "float16", 8))
     monkeypatch.setattr(report, "VARIANTS", variants)
-    monkeypatch.setattr(report, "DECODE", ("--batch", "1", "--context", "40,70", "--group", "2", "--heads", "2"))
+    monkeypatch.setattr(report, "DECODE", {"batches": (1,), "contexts": (40, 70), "groups": (2,), "num_q_heads": 2})
     monkeypatch.setattr(report, "PREFILL", ((64, 1, "float16"),))
     monkeypatch.setattr(report, "CHUNKS", (3, 40))
     monkeypatch.setattr(report, "PREFILL_CONTEXT", 64)

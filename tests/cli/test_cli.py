@@ -57,7 +57,7 @@ def refusal(capsys, *argv: str) -> str:
     return err
 
 
-@pytest.mark.parametrize("command", ["", "demo", "plan", "doctor", "bench attention", "bench metal"])
+@pytest.mark.parametrize("command", ["", "demo", "plan", "doctor", "bench"])
 def test_help_exits_zero_and_lists_exactly_the_commands_that_exist(capsys, command):
     with pytest.raises(SystemExit) as exit_info:
         main([*command.split(), "--help"])
@@ -72,17 +72,6 @@ def test_help_without_optional_packages_works():
     assert result.returncode == 0 and "--kv-block-size" in result.stdout, result.stderr
 
 
-def test_demo_without_rich_says_what_to_install():
-    result = without("rich", "demo")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "kvpool demo: the summary needs rich: pip install 'kvpool[demo]' (or use --json)\n"
-
-
-def test_demo_of_a_model_that_is_not_there_is_refused_before_any_work(capsys, tmp_path):
-    err = refusal(capsys, "demo", "--model", str(tmp_path / "no" / "model"))
-    assert "there is no such folder" in err and len(err.splitlines()) == 1
-
-
 def test_doctor_without_mlx_says_why_and_still_succeeds():
     result = without("mlx", "doctor", "--json")
     assert result.returncode == 0, result.stderr
@@ -92,7 +81,7 @@ def test_doctor_without_mlx_says_why_and_still_succeeds():
     assert facts["mlx_route"] is None
 
 
-@pytest.mark.parametrize("command", ["generate --model tiny", "bench attention", "doctor"])
+@pytest.mark.parametrize("command", ["generate --model tiny", "bench", "doctor"])
 def test_unknown_argument_prints_the_usage_of_its_command(capsys, command):
     said = refusal(capsys, *command.split(), "--bogus")
     name = command.partition(" --")[0]

@@ -68,7 +68,7 @@ def test_nothing_is_wired_without_metal_and_nonsense_is_refused():
 
 def test_demo_wires_what_its_parts_load(mac, monkeypatch):
     limits = mac(128)
-    monkeypatch.setattr(demo, "show", lambda *_: limits.append("shown") or 0)
+    monkeypatch.setattr(demo, "PARTS", [lambda args: iter([limits.append("shown")][:0])])
     assert main(["demo", "--wired", "40GiB"]) == 0 and limits == [5, 40 * GIB, "shown", 5]
     assert main(["demo", "--wired", "much"]) == 2 and len(limits) == 4
 

@@ -14,11 +14,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import llama
 
 import kvpool
-from kvpool.adapters.mlx_lm import PagedKV, install
+from kvpool.adapters.mlx_lm import PagedKV, install, tiny
 from kvpool.adapters.ranks import Ranks, RanksDisagree
-from kvpool.cli.demo import lm
+from kvpool.cli import demo
 
 KV_HEADS, PROMPTS, NEW_TOKENS, NUM_BLOCKS, BLOCK_SIZE, SEED = 4, (7, 40, 18), 6, 128, 16, 0
 DIVERGES = 5  # the step
@@ -52,11 +53,11 @@ def serve(kv: PagedKV, ranks: Ranks, prompts: list[list[int]], diverge: int = 0)
 
 def work(group: Any) -> dict[str, Any]:
     """Serve on this rank's share of the model, and compare with the whole model on this process alone."""
-    mx.random.seed(SEED)
-    model = lm.random_llama(num_key_value_heads=KV_HEADS, num_hidden_layers=2)
+    model = llama.Model(llama.ModelArgs.from_dict(tiny.CONFIG | {"num_key_value_heads": KV_HEADS}))
+    tiny.randomize(model)
     rng = np.random.default_rng(SEED)
-    prompts = [rng.integers(0, lm.VOCABULARY, n).tolist() for n in PROMPTS]
-    alone = lm.generate(model, prompts, NEW_TOKENS).tokens
+    prompts = [rng.integers(0, 256, n).tolist() for n in PROMPTS]
+    alone, _ = demo.generate(model, prompts, NEW_TOKENS)
     whole = len(model.layers) * KV_HEADS
     model.shard(group)
     pools = [kvpool.Pool(NUM_BLOCKS, BLOCK_SIZE, seed=SEED) for _ in range(2)]
@@ -69,7 +70,7 @@ def work(group: Any) -> dict[str, Any]:
             "digest": f"{pools[0].digest():016x}",
             "kv_heads": kv.backend.spec.num_layers * kv.backend.spec.num_kv_heads,
             "whole_kv_heads": whole,
-            "leaked": lm.account(kv).blocks_used,
+            "leaked": demo.summary(kv).blocks_used,
             "stopped": "",
         }
     with Ranks(group, timeout=TIMEOUT) as ranks, install(model, pool=pools[1]) as kv:

@@ -1,5 +1,7 @@
 """The tree stays as simple as it has become: no imports in circles or upward, few names, few duplicates."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,8 @@ def test_readme_is_short_and_docs_end_at_100_columns(graph):
     assert (ROOT / "README.md").read_text().count("\n") <= 110
     pages = [path for path in house.tracked(ROOT) if path.suffix == ".md"]
     assert len(pages) > 10 and {str(p): n for p in pages if (n := house.long_lines(house.text_of(ROOT / p)))} == {}
+
+
+def test_a_folder_that_is_no_checkout_is_refused_in_one_line(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "benchmarks.house", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.endswith(f"{tmp_path} is no checkout of a git repository\n")

@@ -35,9 +35,9 @@ CORE_NAME = re.compile(
 # Folders whose code drives a framework; elsewhere kvpool knows none.
 FRAMEWORK_USERS = (
     *("kvpool/adapters/", "kvpool/serving/", "kvpool_backends/mlx/"),
-    *("kvpool/cli/wired.py", "kvpool/cli/bench/metal.py", "benchmarks/serving_lm.py"),
+    *("kvpool/cli/wired.py", "benchmarks/metal.py", "benchmarks/serving_lm.py"),
     "benchmarks/quality.py",
-    *("kvpool/cli/demo/", "kvpool/cli/doctor.py", "benchmarks/demo/lm.py", "benchmarks/tiny_families.py"),
+    *("kvpool/cli/demo.py", "kvpool/cli/doctor.py", "benchmarks/tiny_families.py"),
 )
 FRAMEWORKS = ("mlx", "mlx_lm", "torch", "jax", "transformers")
 CYTHON_FUNCTION = re.compile(r"(?!\s*c?p?def\s+(?:extern|enum|struct|class|packed))\s*(?:def|cdef|cpdef)\b.*?\b(\w+)\(")

@@ -206,7 +206,7 @@ def test_available_memory_is_limited_by_the_cgroup(monkeypatch):
         "/sys/fs/cgroup/memory.max": f"{3 * 2**30}\n",
         "/sys/fs/cgroup/memory.current": f"{2**30}\n",
     }
-    monkeypatch.setattr(config, "_read_text", lambda path: files.get(path, ""))
+    monkeypatch.setattr(config, "read_text", lambda path: files.get(path, ""))
     assert config.available_memory_nbytes() == 2 * 2**30
     files["/sys/fs/cgroup/memory.stat"] = f"anon 5\ninactive_file {2**29}\n"  # files that the cgroup caches
     assert config.available_memory_nbytes() == 5 * 2**29

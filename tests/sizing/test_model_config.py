@@ -211,10 +211,6 @@ def test_spec_from_config_prefers_what_is_given():
     assert spec_from_config(fields, dtype="float32").dtype == "float32"
 
 
-def test_spec_from_config_without_kv_heads_is_multi_head_where_the_model_is():
-    assert spec_from_config({k: v for k, v in LLAMA_8B.items() if k != "num_key_value_heads"}).num_kv_heads == 32
-
-
 def test_spec_from_config_needs_no_query_heads_when_head_dim_is_given():
     fields = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64}
     assert spec_from_config(fields, dtype="float16") == KVSpec(2, 4, 64, "float16")

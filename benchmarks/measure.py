@@ -7,10 +7,15 @@ times, because neighbours can only make times longer.
 
 from __future__ import annotations
 
+import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvpool.config import read_text
 
 UNDISTURBED = 0.8
 """A round counts if its yardstick ran at this share of its best rate, or faster."""
@@ -42,39 +47,23 @@ class Contestant:
     seconds: float | None = None
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Seconds per call over the rounds that count."""
 
     best: float
     median: float
-    runs: int
 
 
-@dataclass(frozen=True)
-class Race:
-    """The result of `race`.
+class Race(NamedTuple):
+    """The result of `race`; `repetitions` rounds count, and `is_complete` says whether these are enough.
 
-    Attributes
-    ----------
-    timings : dict of str to Timing
-        By contestant. One that never ran in a round that counts is missing.
-    repetitions, rejected : int
-        Rounds that count, and rounds in which the yardstick was disturbed.
-    wanted : int
-        Repetitions that were asked for.
+    A contestant that never ran in a round that counts is missing in `timings`.
     """
 
     yardstick: Timing
     timings: dict[str, Timing]
     repetitions: int
-    rejected: int
-    wanted: int
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether enough rounds count."""
-        return self.repetitions >= self.wanted
+    is_complete: bool
 
 
 def race(
@@ -100,7 +89,7 @@ def race(
         racing = [c for c in order if c is yardstick or not is_finished(c, rounds, counted)]
         rounds.append({contestant.name: seconds_per_call(contestant, clock) for contestant in racing})
     timings = {c.name: timing for c in everybody if (timing := summary(c.name, counted)) is not None}
-    return Race(timings.pop(yardstick.name), timings, len(counted), len(rounds) - len(counted), repetitions)
+    return Race(timings.pop(yardstick.name), timings, len(counted), len(counted) >= repetitions)
 
 
 def seconds_per_call(contestant: Contestant, clock: Callable[[], float]) -> float:
@@ -129,4 +118,15 @@ def is_finished(contestant: Contestant, rounds: list[dict[str, float]], counted:
 def summary(name: str, counted: list[dict[str, float]]) -> Timing | None:
     """Return the least and the median of the times of one contestant, None if there are none."""
     seconds = [times[name] for times in counted if name in times]
-    return Timing(min(seconds), statistics.median(seconds), len(seconds)) if seconds else None
+    return Timing(min(seconds), statistics.median(seconds)) if seconds else None
+
+
+def cpu_model() -> str:
+    """Return the name of the CPU; its architecture if the system does not tell."""
+    found = re.search(r"^model name\s*:\s*(.+)$", read_text("/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def tokens(n: int) -> str:
+    """Return a number of tokens as people write it: 4096 as ``4k``."""
+    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)

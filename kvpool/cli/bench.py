@@ -1,13 +1,14 @@
 """Compare the allocator with one in plain Python: nanoseconds of CPU time per operation.
 
-Both make the same blocks move, and hand out tables, lengths and slots in every step. Contestants alternate, so the
-ratios hold on a busy machine.
+Both make the same blocks move, and hand out tables, lengths and slots in every step. They take turns, and the least
+times count, so the ratios hold on a busy machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,24 +18,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool import Plan, Pool
-from kvpool.cli.bench.measure import Contestant, race
-from kvpool.cli.bench.options import LIST, NUMBER, Option, declare, number, numbers
-from kvpool.cli.console import progress, whole
+from kvpool.cli.console import INT_MAX, progress, whole
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 20_000
 STEPS = 256  # of a decode
 MOST_ROWS, MOST_TOKENS = 2**13, 2**17  # what the allocator in Python takes seconds for
-OPTIONS: tuple[Option, ...] = (
-    ("batch", LIST, "1,64,256", "sequences of a decode step"),
-    ("prompt", NUMBER, "4k", "tokens of a prompt and of a sequence that is forked"),
-    ("block-size", NUMBER, str(BLOCK_SIZE), "tokens per block"),
-    ("repetitions", NUMBER, "15", "rounds"),
+OPTIONS = (
+    ("batch", "A,B,...", "1,64,256", "sequences of a decode step"),
+    ("prompt", "N", "4k", "tokens of a prompt and of a sequence that is forked"),
+    ("block-size", "N", str(BLOCK_SIZE), "tokens per block"),
+    ("repetitions", "N", "15", "rounds"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    declare(parser, OPTIONS)
+    for name, shown, default, text in OPTIONS:
+        parser.add_argument(f"--{name}", metavar=shown, default=default, help=f"{text} (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,9 +49,7 @@ def run(args: argparse.Namespace) -> int:
     with progress(len(batches) + 2, args.json) as show:
         for name, make in cases(sizes, batches):
             show(name)
-            core, plain = make()
-            result = race(core, [plain], repetitions, clock=time.process_time)
-            ours, theirs = result.yardstick.best, result.timings[plain.name].best
+            ours, theirs = least_seconds(make(), repetitions)
             rows.append({"operation": name, "kvpool_ns": ours * 1e9, "python_ns": theirs * 1e9, "ratio": theirs / ours})
     if args.json:
         print(json.dumps({"block_size": block_size, "num_blocks": sizes.num_blocks, "rows": rows}, indent=2))
@@ -60,6 +58,33 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         print(f"{row['operation']:44}{row['kvpool_ns']:>9,.0f} ns{row['python_ns']:>11,.0f} ns{row['ratio']:>7.0f}x")
     return 0
+
+
+def numbers(option: str, text: str, most: int = INT_MAX) -> tuple[int, ...]:
+    """Return the numbers in ``"1k,4096"`` in ascending order."""
+    return tuple(sorted({number(option, part, most) for part in text.split(",")}))
+
+
+def number(option: str, text: str, most: int = INT_MAX) -> int:
+    """Return ``"4k"`` as 4096."""
+    found = re.fullmatch(r"(\d{1,9})k", text.lower())
+    return whole(option, str(int(found[1]) * 1024) if found else text, most=most)
+
+
+Timed = tuple[Callable[[], object], int]  # what is timed, and how many operations it does
+
+
+def least_seconds(both: Sequence[Timed], rounds: int) -> list[float]:
+    """Return the least CPU time per operation of each. They take turns, once before that without timing."""
+    least = [float("inf") for _ in both]
+    for call, _ in both:
+        call()
+    for _ in range(rounds):
+        for at, (call, count) in enumerate(both):
+            begin = time.process_time()
+            call()
+            least[at] = min(least[at], (time.process_time() - begin) / count)
+    return least
 
 
 class PlainAllocator:
@@ -143,30 +168,24 @@ class Sizes(NamedTuple):
     batch: int  # the largest
     prompt: int  # tokens
 
-    def pool_and_plan(self) -> tuple[Pool, Plan]:
-        """Return a pool whose steps are done as soon as they are made."""
+    def allocators(self) -> tuple[Pool, Plan, PlainAllocator]:
+        """Return a pool whose steps are done as soon as they are made, its plan, and the allocator in Python."""
         pool = Pool(self.num_blocks, self.block_size, max_seqs=max(1024, self.batch), in_order=True)
-        return pool, Plan(pool, self.batch, max(self.batch, self.prompt))
-
-    def plain(self) -> PlainAllocator:
-        """Return the allocator in Python."""
-        return PlainAllocator(self.num_blocks, self.block_size)
+        plan = Plan(pool, self.batch, max(self.batch, self.prompt))
+        return pool, plan, PlainAllocator(self.num_blocks, self.block_size)
 
 
-Contest = tuple[Contestant, Contestant]  # the core's turn and the Python allocator's
-
-
-def cases(sizes: Sizes, batches: Sequence[int]) -> Iterator[tuple[str, Callable[[], Contest]]]:
-    """Name each operation, and what makes its contestants."""
+def cases(sizes: Sizes, batches: Sequence[int]) -> Iterator[tuple[str, Callable[[], tuple[Timed, Timed]]]]:
+    """Name each operation, and what makes the core's turn and that of the allocator in Python."""
     for rows in batches:
         yield f"decode step, {rows} in the batch", partial(decode, sizes, rows)
     yield f"fork and close a sequence of {sizes.prompt} tokens", partial(fork, sizes)
     yield f"open, prefill {sizes.prompt} tokens, close", partial(prompt, sizes)
 
 
-def decode(sizes: Sizes, rows: int) -> Contest:
+def decode(sizes: Sizes, rows: int) -> tuple[Timed, Timed]:
     """One token for each sequence."""
-    (pool, plan), plain = sizes.pool_and_plan(), sizes.plain()
+    pool, plan, plain = sizes.allocators()
 
     def ours() -> None:
         handles = np.array([pool.open() for _ in range(rows)])
@@ -181,24 +200,24 @@ def decode(sizes: Sizes, rows: int) -> Contest:
         for name in names:
             plain.close(name)
 
-    return Contestant("kvpool", ours, STEPS), Contestant("python", theirs, STEPS)
+    return (ours, STEPS), (theirs, STEPS)
 
 
-def fork(sizes: Sizes) -> Contest:
+def fork(sizes: Sizes) -> tuple[Timed, Timed]:
     """A fork shares all blocks of its parent."""
-    (pool, plan), plain = sizes.pool_and_plan(), sizes.plain()
+    pool, plan, plain = sizes.allocators()
     parent, original = pool.open(), plain.open()
     pool.step(plan, [parent], sizes.prompt)
     plain.step([original], sizes.prompt)
     return (
-        _repeated("kvpool", lambda: pool.close(pool.fork(parent)), 1000),
-        _repeated("python", lambda: plain.close(plain.fork(original)), 100),
+        _repeated(lambda: pool.close(pool.fork(parent)), 1000),
+        _repeated(lambda: plain.close(plain.fork(original)), 100),
     )
 
 
-def prompt(sizes: Sizes) -> Contest:
+def prompt(sizes: Sizes) -> tuple[Timed, Timed]:
     """A request that ends after its prompt."""
-    (pool, plan), plain = sizes.pool_and_plan(), sizes.plain()
+    pool, plan, plain = sizes.allocators()
 
     def ours() -> None:
         handle = pool.open()
@@ -210,12 +229,12 @@ def prompt(sizes: Sizes) -> Contest:
         plain.step([name], sizes.prompt)
         plain.close(name)
 
-    return _repeated("kvpool", ours, 100), _repeated("python", theirs, 10)
+    return _repeated(ours, 100), _repeated(theirs, 10)
 
 
-def _repeated(name: str, call: Callable[[], Any], calls: int) -> Contestant:
+def _repeated(call: Callable[[], Any], calls: int) -> Timed:
     def run() -> None:
         for _ in range(calls):
             call()
 
-    return Contestant(name, run, calls)
+    return run, calls
