@@ -1,4 +1,4 @@
-"""Replay a serving trace through a pool: hit rate, evictions, preemptions, memory. Or the calls of a `RecordedPool`."""
+"""Replay a serving trace through a pool: hit rate, evictions, preemptions, memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.command import main
-from benchmarks.replay import Trace, TraceError, read_trace, recorded, replay, report, synthetic_trace
+from benchmarks.replay import Trace, TraceError, read_trace, replay, report, synthetic_trace
 from benchmarks.replay.shapes import MODELS, HybridShape, hybrid_shape
 from kvpool.cli.console import CommandError, nbytes, whole
 from kvpool.errors import CapacityExceeded
@@ -28,8 +28,6 @@ OPTIONS = {
     "sessions": ("24", "conversations of --synthetic"),
     "store-blocks": ("", "blocks of a store behind the pool, the least recently used leave"),
     "sweep": ("", "N1,N2,...: compare pools of these sizes"),
-    "ops": ("", "FILE: instead of a trace, calls of RecordedPool, checked"),
-    "minimise": (False, "with --ops: the fewest calls that still fail, when they do"),
     "groups": (
         "",
         "what the layers of a model keep: qwen3_5, gemma4, gpt_oss, or a config.json; --num-blocks and"
@@ -46,10 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and print what happened."""
-    if args.ops:
-        return run_calls(args)
-    if args.minimise:
-        raise CommandError("--minimise needs --ops FILE")
     block_size, concurrency = number(args, "block_size"), whole("--concurrency", args.concurrency)
     shape = shape_of(args.groups, block_size or BLOCK_SIZE, concurrency) if args.groups else None
     sizes = pool_sizes(args, shape)
@@ -78,36 +72,6 @@ def run(args: argparse.Namespace) -> int:
         print(report.describe_shape(args.groups, shape))
     print(report.describe_sweep(results, shape) if args.sweep else report.describe(results[0], shape))
     return 0
-
-
-def run_calls(args: argparse.Namespace) -> int:
-    """Repeat recorded calls on a new pool. Returns 0 if all results are as recorded, else 1."""
-    if args.trace is not None or args.synthetic:
-        raise CommandError("--ops FILE replaces the trace: give only one of them")
-    few = None
-    try:
-        record = recorded.load(args.ops)
-        with progress_bar(args.json) as bar:
-            task = bar.add_task("", total=len(record.calls))
-            failure = recorded.rerun(record, progress=lambda done: bar.update(task, completed=done))
-        if failure is not None and args.minimise:
-            few = recorded.minimise(record, failure)
-    except OSError as exc:
-        raise CommandError(f"{args.ops}: {exc.strerror or exc}") from None
-    except (recorded.RecordError, MemoryError) as exc:
-        raise CommandError(str(exc) or "not enough memory for this pool") from None
-    total = len(record.calls)
-    if args.json:
-        facts = {"pool": record.header["pool"], "calls": total, "kvpool": record.header["kvpool"]}
-        facts["failure"] = None if failure is None else vars(failure)
-        facts["fewest"] = None if few is None else [str(call) for call in few]
-        print(json.dumps(facts, indent=2))
-        return int(failure is not None)
-    print(f"{total} calls on a pool of {record.header['pool']['num_blocks']} blocks")
-    print("every digest as recorded, check() finds nothing" if failure is None else f"FAILED at {failure}")
-    if few is not None:
-        print(f"{len(few)} calls are enough to fail like that:", *(f"  {call}" for call in few), sep="\n")
-    return int(failure is not None)
 
 
 def number(args: argparse.Namespace, name: str, least: int = 1) -> int | None:

@@ -22,10 +22,6 @@ ENDS = {
     "shut down": "pool.shutdown()",
     "shut down twice": "pool.shutdown(); pool.shutdown(); plan.seq_lens.sum(); del pool, plan",
     "deferred close": "pool.defer_close(handle)",
-    "recording": """
-from benchmarks.replay.recorded import RecordedPool
-pool = RecordedPool(64, 4); kvpool.Plan(pool, 1); pool.open(9)
-""",
     "a manager on native kernels": """
 from kvpool.config import KVSpec
 from kvpool.adapters.block_manager import KVBlockManager

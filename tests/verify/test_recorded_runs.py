@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import kvpool
-from benchmarks.replay.recorded import TAG_SHIFT
 from tests.verify._verify import Run
+from tests.verify.twin import TAG_SHIFT
 from tests.verify.words import shape_of
 
 NUMBERS = Path(__file__).with_name("recorded_runs.json")
