@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from itertools import repeat
 from operator import add, attrgetter, mul, sub
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy import int64
 from numpy.typing import ArrayLike, NDArray
 
 from kvpool._core import Pool
-from kvpool.eviction import Evictor
 from kvpool.groups import Group, arenas_of
+
+if TYPE_CHECKING:
+    from kvpool.eviction import Evictor
 
 _free = attrgetter("free")
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import int32, int64
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
-from kvpool.eviction import Evictor
 from kvpool.scheduler import drafts, results
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
@@ -52,6 +51,9 @@ from kvpool.scheduler.request import (
     real,
 )
 from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step, add
+
+if TYPE_CHECKING:
+    from kvpool.eviction import Evictor
 
 
 def may_plan_ahead(core: Core, step: Step) -> bool:
@@ -754,6 +756,8 @@ def _queue(call: str, weights: Mapping[Hashable, float], ageing: int, overtake: 
 def _check_evictor(call: str, eviction: Any, pool: Pool) -> None:
     if eviction is None:
         return
+    from kvpool.eviction import Evictor
+
     if not isinstance(eviction, Evictor):
         raise TypeError(f"[{call}] eviction must be a kvpool.eviction.Evictor, not {type(eviction).__name__}")
     if eviction.pool is not pool:

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from heapq import heapify, heappop, heappush, nsmallest
 from operator import attrgetter, sub
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import float32, int32, int64
 from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
-from kvpool.eviction import Evictor
 from kvpool.retention import Keep
 from kvpool.scheduler.needs import Needs
 from kvpool.scheduler.queue import WaitingQueue
@@ -36,6 +35,9 @@ from kvpool.scheduler.request import (
     Sequence,
     Times,
 )
+
+if TYPE_CHECKING:
+    from kvpool.eviction import Evictor
 
 
 def add(row: NDArray[int32], lanes: np.ndarray, more: NDArray[int32] | int) -> None:
@@ -97,7 +99,12 @@ class LaneRows:
         self.high[lane] = sequence.high
         self.limit[lane] = request.max_tokens
         self.shared[lane] = False
-        self._watch_for(lane, {*request.eos, *(stop[-1] for stop in request.stop)})
+        ends = sorted({*request.eos, *(stop[-1] for stop in request.stop)})
+        self.watched[lane] = len(ends)
+        if len(ends) > self.watch.shape[1]:
+            self._fit_watch()
+        self.watch[lane] = -1
+        self.watch[lane, : len(ends)] = ends
         self.width[lane] = request.beam_width
         self.index[lane] = sequence.index
         tokens, logprobs, length = sequence.tokens, sequence.logprobs, len(sequence.tokens)
@@ -114,15 +121,11 @@ class LaneRows:
         sequence.lane = lane
         sequence.tokens, sequence.logprobs = tokens[:0], None
 
-    def _watch_for(self, lane: int, tokens: set[int]) -> None:
-        self.watched[lane] = len(tokens)
-        now = self.watch.shape[1]
-        most = max(1, int(self.watched.max())) if max(now, len(tokens)) > 1 else 1
+    def _fit_watch(self) -> None:
+        now, most = self.watch.shape[1], max(1, int(self.watched.max()))
         if not most <= now < 2 * most:
             old, self.watch = self.watch, np.full((self.size, most), -1, np.int32)
             self.watch[:, :now] = old[:, :most]
-        self.watch[lane] = -1
-        self.watch[lane, : len(tokens)] = sorted(tokens)
 
     def make_room(self, width: int) -> None:
         """Let the token buffers hold `width` tokens per lane."""
@@ -173,7 +176,9 @@ class LaneRows:
     def give(self, lane: int) -> None:
         """Free a lane without a sequence."""
         heappush(self.free, lane)
-        self._watch_for(lane, set())
+        self.watched[lane] = 0
+        if self.watch.shape[1] > 1:
+            self._fit_watch()
 
     def vacate(self, lane: int) -> None:
         """Remove the sequence from a lane, which stays taken."""
