@@ -184,11 +184,6 @@ class Service:
                 told |= {name: state.get(name) for name in ("ignored", "error")}
                 _log.info("%s %s", scope["method"], path, extra={"told": told})
 
-    async def close(self) -> None:
-        """End the processes that tokenize."""
-        if self._processes is not None:
-            await self._processes.close()
-
     # ------------------------------------------------------------------------------------------- endpoints
 
     async def completions(self, request: Request) -> Response:

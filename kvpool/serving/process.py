@@ -164,7 +164,6 @@ async def serve(
         try:
             return await runner.stop()
         finally:
-            await service.close()
             server.config.timeout_graceful_shutdown = max(1, int(end - loop.time()))  # for clients that read slowly
             server.should_exit = True
 
