@@ -111,9 +111,9 @@ class Service:
         self._newline = tokenizer.encode("\n")
         runner.weights = weights
         apart = AT_A_TIME - (len(weights) > 1)  # one tenant does not hold another one up
-        self._short = Threads("tokenizer", AT_A_TIME, apart, weights)
-        self._long = Threads("long-texts", AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
-        self._grammars = Threads("grammars", 1, 1, weights)
+        self._short = Threads(AT_A_TIME, apart, weights)
+        self._long = Threads(AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
+        self._grammars = Threads(1, 1, weights)
         made = shared(tokenizer)
         self._most_bytes, self._processes = None if made is None else most_bytes(made), None
         if made is not None:

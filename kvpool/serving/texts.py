@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
-from anyio import BrokenWorkerProcess, CapacityLimiter
+from anyio import BrokenWorkerProcess, CapacityLimiter, to_thread
 from anyio.to_process import run_sync
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import pre_tokenizers
@@ -40,8 +39,13 @@ class Turns:
         self._got: dict[str | None, float] = {}  # costs by weights. There are as many tenants as keys
         self._now = 0.0  # what the tenant had got that was the last to begin: nobody who comes has got less
 
-    async def enter(self, tenant: str | None, cost: float) -> None:
-        """Wait for a place; `leave` gives it back."""
+    async def hold(
+        self, tenant: str | None, cost: float, work: Callable[[], Awaitable[T]], patience: float | None = None
+    ) -> T:
+        """Return the result of `work`, or raise what it raises. It has a place until it ends.
+
+        If nobody waits for it any more, it goes on for `patience` seconds at most. None: to its end.
+        """
         line, turn = self._lines.setdefault(tenant, deque()), asyncio.get_running_loop().create_future()
         if not line:
             self._got[tenant] = max(self._got.get(tenant, 0.0), self._now)
@@ -51,11 +55,18 @@ class Turns:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # its turn had come
-                self.leave(tenant)
+                self._leave(tenant)
+            raise
+        job = asyncio.ensure_future(work())
+        job.add_done_callback(lambda job: self._leave(tenant))
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            if patience is not None:
+                job.get_loop().call_later(patience, job.cancel)
             raise
 
-    def leave(self, tenant: str | None) -> None:
-        """Give a place back."""
+    def _leave(self, tenant: str | None) -> None:
         self._free += 1
         self._held[tenant] -= 1
         self._next()
@@ -77,32 +88,15 @@ class Turns:
             turn.set_result(None)
 
 
-class Threads:
+class Threads(Turns):
     """Runs calls in threads. A call that has begun runs to its end."""
 
-    def __init__(self, name: str, places: int, most: int, weights: Mapping[str, float]) -> None:
-        self._turns = Turns(places, most, weights)
-        self._pool = ThreadPoolExecutor(places, f"kvpool-{name}")
-
     async def run(self, tenant: str | None, cost: float, call: Callable[..., T], *args: Any) -> T:
-        """Return the result of a call, or raise what it raises. The place is taken until it ends."""
-        loop = asyncio.get_running_loop()
-
-        def ended(job: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._turns.leave, tenant)
-
-        await self._turns.enter(tenant, cost)
-        try:
-            job = self._pool.submit(call, *args)
-        except BaseException:  # there may be no more threads
-            self._turns.leave(tenant)
-            raise
-        job.add_done_callback(ended)
-        return await asyncio.wrap_future(job)
+        """Return the result of a call, or raise what it raises."""
+        return await self.hold(tenant, cost, partial(to_thread.run_sync, call, *args))
 
 
-class Processes:
+class Processes(Turns):
     """Tokenizes in processes, by JSON of `tokenizers`. With `splits`, names of special tokens are text.
 
     They start as texts come, and end with the event loop. If nobody waits for a text any more, its process is killed
@@ -110,30 +104,16 @@ class Processes:
     """
 
     def __init__(self, tokenizer: str, splits: bool, places: int, most: int, weights: Mapping[str, float]) -> None:
-        self._turns, self._limit = Turns(places, most, weights), CapacityLimiter(places)
+        super().__init__(places, most, weights)
+        self._limit = CapacityLimiter(places)
         self._name, self._how = uuid4().hex, (tokenizer.encode(), splits)
 
     async def run(self, tenant: str | None, cost: float, text: str, special: bool) -> np.ndarray:
         """Return the tokens of a text, int32 ``[n]``, with or without those that begin and end a prompt.
 
-        The place is taken until the text is read, or its process killed. Raise ValueError if the tokenizer does, and
-        OSError if the process does not start, or died.
+        Raise ValueError if the tokenizer does, and OSError if the process does not start, or died.
         """
-        await self._turns.enter(tenant, cost)
-        loop = asyncio.get_running_loop()
-
-        def ended(job: Any) -> None:
-            self._turns.leave(tenant)
-            if len(text) > HUGE:  # malloc keeps what was free between other things, 20 MB of a few such texts
-                loop.run_in_executor(None, trim, 0)
-
-        job = asyncio.create_task(self._read(text, special))
-        job.add_done_callback(ended)
-        try:
-            return await asyncio.shield(job)
-        except asyncio.CancelledError:
-            loop.call_later(LOADS, job.cancel)
-            raise
+        return await self.hold(tenant, cost, partial(self._read, text, special), LOADS)
 
     async def _read(self, text: str, special: bool) -> np.ndarray:
         try:
@@ -141,6 +121,9 @@ class Processes:
             found = await self._ask(text, special) or await self._ask(text, special, *self._how)
         except BrokenWorkerProcess:
             raise ChildProcessError("[serving] the process that tokenizes died") from None
+        finally:
+            if len(text) > HUGE:  # malloc keeps what was free between other things, 20 MB of a few such texts
+                asyncio.get_running_loop().run_in_executor(None, trim, 0)
         return np.frombuffer(found or b"", np.int32)
 
     async def _load(self) -> None:

@@ -37,16 +37,16 @@ def in_a_loop(test):
 
 
 async def worked(turns, tenant, cost, running, log):
-    """Take a place for some turns of the loop."""
-    await turns.enter(tenant, cost)
-    running.append(tenant)
-    log.append((tenant, cost, list(running)))
-    try:
+    """Hold a place for some turns of the loop."""
+
+    async def work():
+        running.append(tenant)
+        log.append((tenant, cost, list(running)))
         for _ in range(3):
             await asyncio.sleep(0)
-    finally:
         running.remove(tenant)
-        turns.leave(tenant)
+
+    await turns.hold(tenant, cost, work)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -77,11 +77,11 @@ def test_tenants_that_wait_get_their_shares_and_no_more_places_than_there_are(se
 def test_tenant_that_comes_late_goes_before_a_flood_and_saves_nothing_up():
     order = []
 
-    async def one(turns, tenant, cost=1.0):
-        await turns.enter(tenant, cost)
-        order.append(tenant)
-        await asyncio.sleep(0)
-        turns.leave(tenant)
+    def one(turns, tenant, cost=1.0):
+        async def work():
+            order.append(tenant)
+
+        return turns.hold(tenant, cost, work)
 
     async def run():
         turns = Turns(1, 1, {})
@@ -106,9 +106,10 @@ async def test_places_come_back_whenever_a_request_is_cancelled(seed):
         if rng.random() < 0.7:
             rng.choice(tasks).cancel()
         await asyncio.sleep(0)
-    assert not running
+    both = asyncio.Barrier(2)
     async with asyncio.timeout(60):
-        await asyncio.gather(turns.enter("a", 1), turns.enter("b", 1))
+        await asyncio.gather(*(turns.hold(tenant, 1, both.wait) for tenant in "ab"))
+    assert not running
 
 
 @in_a_loop
@@ -119,7 +120,7 @@ async def test_thread_keeps_its_place_until_the_call_ends():
         begun.set()
         go.wait()
 
-    place = Threads("test", 1, 1, {})
+    place = Threads(1, 1, {})
     first = asyncio.create_task(place.run(None, 1, slow))
     await asyncio.to_thread(begun.wait)
     first.cancel()
