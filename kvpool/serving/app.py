@@ -47,7 +47,7 @@ from kvpool.serving.requests import (
 )
 from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
 from kvpool.serving.runner import EngineFailed, Run, Runner, blocks_by_tenant
-from kvpool.serving.scores import Given, first_of
+from kvpool.serving.scores import Given
 from kvpool.serving.speech import Manner
 from kvpool.serving.texts import Processes, Threads, most_bytes, shared
 
@@ -491,7 +491,7 @@ class Service:
             options["grammar"] = await self._grammar(request, body, forms, len(prompts) * body.width, manner)
         if body.xtc_probability:
             options["xtc_special_tokens"] = (*self._newline, *ends)
-        state.run = run = self._runner.run(prompts, body.stream or body.tops is not None, options)
+        state.run = run = Run(self._runner, prompts, body.stream or body.tops is not None, options)
         return Stream(run, answer) if body.stream else await _unless_gone(request.receive, _whole(run, answer))
 
     async def _score(
@@ -505,9 +505,10 @@ class Service:
         for prompt in prompts:
             self._check_room(len(prompt))
             own = {"max_tokens": max(1, len(prompt) - 1), "grammar": Given(prompt[1:], grammars)}
-            state.run = run = self._runner.run([prompt[:1]], True, options | own)
+            state.run = run = Run(self._runner, [prompt[:1]], True, options | own)
             heard = await _unless_gone(request.receive, _heard(run))
-            answer.scored += [[first_of(prompt), *heard[: len(prompt) - 1]]] * body.n
+            first = TokenEvent(None, 0, int(prompt[0]), -math.inf, "", None)  # it has no logprob
+            answer.scored += [[first, *heard[: len(prompt) - 1]]] * body.n
             (sample,) = run.completions[0].samples
             none = replace(sample, tokens=sample.tokens[:0], text="", finish_reason="length")
             completions.append(replace(run.completions[0], samples=(none,) * body.n))

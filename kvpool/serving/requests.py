@@ -213,9 +213,9 @@ class _Retention(TypedDict, total=False):
 
 
 class Generation(Request):
-    """The fields that completions and chats have in common. Errors call `response_format` by `format_field`."""
+    """The fields that completions and chats have in common. Errors call `response_format` by `_format_field`."""
 
-    format_field: ClassVar[str] = "response_format"
+    _format_field: str = "response_format"
     not_done: ClassVar = dict.fromkeys((*NOT_DONE, "structured_outputs"), ())
 
     max_tokens: int | None = Field(None, ge=0, le=MOST)
@@ -312,7 +312,7 @@ class Generation(Request):
 
         The argument may be a function of `Grammars.mark`, which returns it.
         """
-        wanted, field = self.response_format, self.format_field
+        wanted, field = self.response_format, self._format_field
         kind = wanted.get("type", "text")
         if kind == "json_schema":
             return [("schema", wanted["json_schema"].get("schema") or {}, field)]
@@ -494,7 +494,7 @@ class ChatRequest(Generation):
     @property
     def forms(self) -> list[tuple[str, Any, str]]:
         """See `Generation`. Where the answer may be calls instead of text in a form, its grammar is both."""
-        forms, field = super().forms, self.format_field
+        forms, field = super().forms, self._format_field
         if forms and self.must_call:
             raise Refused(400, f"{field} cannot be combined with a tool_choice that forces a call", field)
         if not self.callable_tools or not (forms or self.must_call):
@@ -524,7 +524,7 @@ class ChatRequest(Generation):
 class Indirect(Request):
     """A request that asks for what a chat can ask for: `chat`, which `asked` says, and whose errors name its fields."""
 
-    chat_form: ClassVar[type[ChatRequest]] = ChatRequest
+    format_field: ClassVar[str]  # in place of `response_format`
     _chat: ChatRequest = pydantic.PrivateAttr()
 
     def asked(self) -> dict[str, Any]:
@@ -532,7 +532,8 @@ class Indirect(Request):
         raise NotImplementedError
 
     def agree(self, defaults: Mapping[str, Any]) -> None:
-        self._chat = self.chat_form.of({name: one for name, one in self.asked().items() if one is not None}, defaults)
+        self._chat = ChatRequest.of({name: one for name, one in self.asked().items() if one is not None}, defaults)
+        self._chat._format_field = self.format_field
 
     @property
     def chat(self) -> ChatRequest:

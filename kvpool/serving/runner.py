@@ -79,10 +79,6 @@ class Runner:
         pool = self.engine.kv.pool
         return sum(pool.stats(arena).used for arena in set(arenas_of(pool.options.groups)))
 
-    def run(self, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]) -> Run:
-        """Return a run of these prompts, which has not begun. With `listens` it gets every token, too."""
-        return Run(self, prompts, listens, options)
-
     # ------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
@@ -238,9 +234,9 @@ def _wrong(completion: Completion) -> EngineFailed | None:
 class Run:
     """One or more prompts of a client with the same options: ``async with run: async for number, item in run``.
 
-    An item is a `TokenEvent`. The last item of each prompt is a `Completion`. If you leave the block early, what still
-    runs is cancelled. Entering and iterating raise what the engine raised: `RequestRejected`, `ValueError`,
-    `EngineFailed`.
+    An item is a `TokenEvent`, of a run that `listens`. The last item of each prompt is a `Completion`. If you leave the
+    block early, what still runs is cancelled. Entering and iterating raise what the engine raised: `RequestRejected`,
+    `ValueError`, `EngineFailed`.
     """
 
     def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]):

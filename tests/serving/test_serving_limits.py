@@ -215,28 +215,25 @@ def test_connection_is_closed_after_a_body_with_two_lengths(server, body):
 
 TE = "Transfer-Encoding: chunked"
 HELD = """
-import os, sys, time
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.cli import main
 
 class Held(TokenizerWrapper):
     def encode(self, text):
         os.write(2, f"reads {text}\\n".encode())  # whole lines, also from two threads at a time
-        while text == "slow" and not os.path.exists(sys.argv[-1]):
+        while text == "slow" and not os.path.exists(os.environ["GO"]):
             time.sleep(0.01)
         return self._tokenizer.encode(text)
 
 make = tiny.make
 tiny.make = lambda: (make()[0], Held(tiny.byte_tokenizer()))
-sys.exit(main(sys.argv[1:-1]))
 """
 
 
 @pytest.mark.long
 def test_requests_at_the_tokenizer_end_with_their_clients_and_are_counted(tmp_path):
     path, statuses = "/v1/completions", []
-    with Server("--num-blocks", "400", "--max-waiting", "3", str(tmp_path / "go"), program=("-c", HELD)) as one:
+    with Server("--num-blocks", "400", "--max-waiting", "3", patch=HELD, GO=str(tmp_path / "go")) as one:
         threads = [
             threading.Thread(target=lambda text=text: statuses.append(one.post(path, SHORT | {"prompt": text})[0]))
             for text in ("slow", "slow", "quick")

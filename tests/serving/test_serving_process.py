@@ -24,8 +24,7 @@ from kvpool.serving import process as serving
 ENDLESS = {"max_tokens": 6000, "logit_bias": {"256": -100}, "prompt": "go on", "stream": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SET = """
-import socket, sys
-from kvpool.cli import main
+import socket
 from kvpool.serving import process, runner
 
 def listen(host, port, listen=process.listen):
@@ -34,8 +33,6 @@ def listen(host, port, listen=process.listen):
     return found
 
 process.listen = listen
-{what}
-sys.exit(main(sys.argv[1:]))
 """
 LOADS = """
 import sys, time
@@ -52,8 +49,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def told(what):
-    """Arguments of Python that serve with other constants. The system keeps few bytes of an answer."""
-    return "-c", SET.format(what=what)
+    """Python that serves with other constants. The system keeps few bytes of an answer."""
+    return SET + what
 
 
 def opened(server):
@@ -82,7 +79,7 @@ def read_to_the_end(connection):
 @pytest.mark.long
 @pytest.mark.parametrize("begun", [b"", b"G", HEAD, HEAD + b"Content-Length: 2\r\n"], ids=len)
 def test_connection_without_a_request_is_closed(begun):
-    with Server("--num-blocks", "40", program=told("process.HEAD_SECONDS = 0.5")) as server:
+    with Server("--num-blocks", "40", patch=told("process.HEAD_SECONDS = 0.5")) as server:
         with opened(server) as connection:
             for byte in begun:
                 connection.sendall(bytes([byte]))
@@ -95,7 +92,7 @@ def test_connection_without_a_request_is_closed(begun):
 
 @pytest.mark.long
 def test_request_longer_than_the_time_between_two_keeps_its_connection():
-    with Server("--num-blocks", "400", program=told("process.HEAD_SECONDS = 0.2")) as server:
+    with Server("--num-blocks", "400", patch=told("process.HEAD_SECONDS = 0.2")) as server:
         body = json.dumps(ENDLESS | {"max_tokens": 200, "stream": False}).encode()
         one = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
         with opened(server) as connection:
@@ -110,7 +107,7 @@ def test_request_longer_than_the_time_between_two_keeps_its_connection():
 
 @pytest.mark.long
 def test_connection_beyond_all_places_closes_the_one_that_idles_longest():
-    with Server("--num-blocks", "40", "--max-connections", "2", program=told("process.SPARE = 3")) as server:
+    with Server("--num-blocks", "40", "--max-connections", "2", patch=told("process.SPARE = 3")) as server:
         with contextlib.ExitStack() as stack:
             ends = []
             for _ in range(12):
@@ -135,7 +132,7 @@ def test_connection_beyond_all_places_closes_the_one_that_idles_longest():
 def test_connection_beyond_all_places_is_closed_if_the_others_are_busy():
     patient = told("process.SPARE, process.HEAD_SECONDS = 0, 600")  # it is not closed because it sends nothing
     with (
-        Server("--num-blocks", "3000", "--max-connections", "2", program=patient) as server,
+        Server("--num-blocks", "3000", "--max-connections", "2", patch=patient) as server,
         streaming(server),
         streaming(server),
         opened(server) as newest,
@@ -251,7 +248,7 @@ def test_more_connections_than_files_are_said_at_the_start():
 
 @pytest.mark.long
 def test_stream_whose_client_falls_behind_ends():
-    with Server("--num-blocks", "3000", program=told("runner.UNREAD = 500")) as server:
+    with Server("--num-blocks", "3000", patch=told("runner.UNREAD = 500")) as server:
         with streaming(server, ENDLESS | {"n": 16, "logprobs": 20}) as connection:
             while not server.metrics()["kvpool_requests_cancelled_total"]:
                 time.sleep(0.02)
@@ -261,7 +258,7 @@ def test_stream_whose_client_falls_behind_ends():
 
 @pytest.mark.long
 def test_answer_that_is_not_read_does_not_keep_its_connection():
-    with Server("--num-blocks", "3000", program=told("process.READ_SECONDS = 0.3")) as server:
+    with Server("--num-blocks", "3000", patch=told("process.READ_SECONDS = 0.3")) as server:
         body = ENDLESS | {"max_tokens": 400, "logprobs": 20, "stream": False}
         data = json.dumps(body).encode()
         with opened(server) as connection:
@@ -310,8 +307,8 @@ def test_signal_while_the_model_loads_ends_the_process_at_once(number):
     [(signal.SIGTERM, "0"), (signal.SIGINT, "0"), (signal.SIGHUP, "0"), (signal.SIGTERM, "0.5")],
 )
 def test_requests_that_outlive_their_grace_get_an_error(number, grace):
-    program = told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)")  # tests may run under nohup
-    with Server("--num-blocks", "400", "--grace", grace, "--max-running", "1", program=program) as server:
+    patch = told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)")  # tests may run under nohup
+    with Server("--num-blocks", "400", "--grace", grace, "--max-running", "1", patch=patch) as server:
         whole, body = [], ENDLESS | {"stream": False}
         waits = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", body)))
         with streaming(server) as connection:
@@ -332,26 +329,32 @@ def test_requests_that_outlive_their_grace_get_an_error(number, grace):
 @pytest.mark.long
 def test_server_under_nohup_serves_when_its_terminal_closes():
     with Server(
-        "--num-blocks", "40", program=told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)")
+        "--num-blocks", "40", patch=told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)")
     ) as server:
         server.process.send_signal(signal.SIGHUP)
         for _ in range(3):
             assert server.get("/ready")[0] == 200
 
 
+def logging_to(write):
+    """A server that logs to a pipe, and a function that waits for its address."""
+    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write)
+    os.close(write)
+    return process, lambda: urlsplit(json.loads(process.stdout.readline())["url"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_server_whose_words_nobody_reads_serves_and_ends_as_others(when):
-    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", "--json"]
     read, write = os.pipe()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write)
-    os.close(write)
+    process, address = logging_to(write)
     if when == "at once":
         os.close(read)
-    url = json.loads(process.stdout.readline())["url"]
+    port = address().port
     if when == "later":
         os.close(read)
-    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(b"nonsense\r\n\r\n")  # uvicorn logs it
         assert connection.recv(12) == b"HTTP/1.1 400"
     process.send_signal(signal.SIGTERM)
@@ -361,13 +364,10 @@ def test_server_whose_words_nobody_reads_serves_and_ends_as_others(when):
 
 @pytest.mark.long
 def test_server_whose_log_fills_its_pipe_serves_and_ends_as_others():
-    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", "--json"]
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write)
-    os.close(write)
-    address = urlsplit(json.loads(process.stdout.readline())["url"]).netloc
-    connection = http.client.HTTPConnection(address, timeout=60)
+    process, address = logging_to(write)
+    connection = http.client.HTTPConnection(address().netloc, timeout=60)
     for _ in range(200):  # some 50 bytes each
         connection.request("GET", "/nowhere")
         response = connection.getresponse()

@@ -291,7 +291,7 @@ def test_text_has_at_most_so_many_bytes_for_a_byte_of_its_nfc():
 @pytest.mark.long
 def test_short_texts_of_a_tenant_hold_no_other_one_up(tmp_path):
     keys, body = ("--api-key", "one", "--api-key", "two"), {"prompt": "slow", "max_tokens": 1}
-    path, server = "/v1/completions", Server(*keys, str(tmp_path / "go"), program=("-c", HELD))
+    path, server = "/v1/completions", Server(*keys, patch=HELD, GO=str(tmp_path / "go"))
     with server, asking(server, body, path, key="one"), asking(server, body, path, key="one"):
         while server.errors.count(b"reads slow\n") < 1:
             time.sleep(0.01)
