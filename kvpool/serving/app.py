@@ -201,7 +201,7 @@ class Service:
             if body.echo:
                 decoded = one if is_text else await self._aside(request, self._short, len(one), decode, one)
                 echo += [decoded] * body.n
-        answer = TextAnswer(self._named(body), body, sum(map(len, prompts)), self._decode, echo=echo)
+        answer = TextAnswer(body.model, body, sum(map(len, prompts)), self._decode, echo=echo)
         if body.scores:
             completions = await self._score(request, body, answer, prompts)
             if body.max_tokens == 0:
@@ -212,7 +212,7 @@ class Service:
         """Answer a conversation, in the API that the path belongs to."""
         form = CHATS[request.url.path]
         asked = await self._read(form, request)
-        body, name = asked.chat, self._named(asked)
+        body, name = asked.chat, asked.model
         prompt = await self._templated(request, body)
         tools = body.template_options.get("tools", [])
         manner = Manner.of(self._tokenizer, prompt, tools, body.by_grammar, not body.parallel_tool_calls)
@@ -327,18 +327,14 @@ class Service:
         call = partial(parse, defaults=self._settings.defaults, is_strict=self._settings.is_strict)
         read = await self._aside(request, self._short, size, call, form, data) if size > LONG else call(form, data)
         body, request.state.ignored = read
-        if body.model is not None:
-            self._check_name(body.model)
+        body.model = body.model or self._settings.names[0]
+        self._check_name(body.model)
         return body
 
     def _check_name(self, name: str) -> None:
         names = self._settings.names
         if name not in names:
             raise Refused(404, f"model: this server has {', '.join(names)}", "model", "model_not_found")
-
-    def _named(self, body: Any) -> str:
-        """Return the name of the model that a request has used."""
-        return body.model or self._settings.names[0]
 
     async def _aside(self, request: Request, place: Threads | Processes, cost: float, *call: Any) -> Any:
         """Run what may take long outside the event loop. `cost` counts as what its tenant got, see `Turns`."""
@@ -558,7 +554,7 @@ class Stream(Response):
                 events = []
                 for number, item in await run.news():
                     events += answer.told(number, item) if item else self._sign()
-            events += answer.ending(run.completions)
+            events += answer.ending([*run.completions.values()])
         except EngineFailed as error:
             state["error"] = str(error)
             _log.warning("a stream ends early: %s", error, extra={"told": {"id": _id()}})
@@ -572,16 +568,14 @@ class Stream(Response):
         return [f": {comment}\n".encode(), self._answer.ping or b"\n"]
 
 
-async def _whole(run: Run, answer: Answer | BlockAnswer) -> Response:
+async def _whole(run: Run, answer: Any) -> Response:
     """Return the answer to a run, once it is over."""
-    completions: dict[int, Completion] = {}
     with _refusals():
         async with run:
             async for number, item in run:
-                answer.hear(number, item)
-                if isinstance(item, Completion):
-                    completions[number] = item
-    ended = [completions[number] for number in sorted(completions)]
+                if isinstance(item, TokenEvent):  # it has logprobs
+                    answer.hear(number, item)
+    ended = [completion for _, completion in sorted(run.completions.items())]
     return await asyncio.to_thread(lambda: _answered(answer.whole(ended)))  # it may be long
 
 

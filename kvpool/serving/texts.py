@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -151,7 +151,8 @@ def most_bytes(tokenizer: str) -> int | None:
     """
     made = json.loads(tokenizer)
     model, added = made["model"], made["added_tokens"]
-    steps = [*_steps(made["normalizer"]), *_steps(made["pre_tokenizer"])]
+    outer = [step for step in (made["normalizer"], made["pre_tokenizer"]) if step is not None]
+    steps = [one for step in outer for one in step.get("normalizers", step.get("pretokenizers", [step]))]
     is_known = model["type"] == "BPE" and not (model["continuing_subword_prefix"] or model["end_of_word_suffix"])
     if not (is_known and all(map(_keeps, steps))) or any(one["lstrip"] or one["rstrip"] for one in added):
         return None  # a token that takes the spaces beside it has no end
@@ -166,14 +167,6 @@ def most_bytes(tokenizer: str) -> int | None:
         return None  # characters that it does not know may all be one token, or none
     longest = max(*sizes, *(len(one["content"].encode()) for one in added))
     return longest * (NFC if any(step["type"] == "NFC" for step in steps) else 1)
-
-
-def _steps(step: Any) -> Iterator[dict[str, Any]]:
-    if step is not None and step["type"] == "Sequence":
-        for inner in step.get("normalizers", step.get("pretokenizers", ())):
-            yield from _steps(inner)
-    elif step is not None:
-        yield step
 
 
 def _keeps(step: dict[str, Any]) -> bool:

@@ -277,7 +277,7 @@ def test_connection_is_busy_while_its_request_is_answered(address):
     line = SimpleNamespace(get_extra_info=facts.get, get_write_buffer_size=lambda: 0)
     with asyncio.Runner() as runner:
         connection = process._Connection(config, ServerState(), {}, runner.get_loop())
-        connection.service, connection.most, connection.all = SimpleNamespace(peers=Counter()), 9, {}
+        connection.service, connection.most = SimpleNamespace(peers=Counter()), 9
         connection.connection_made(line)
         assert not connection.is_busy
         connection.service.peers[address[:2]] += 1  # as the scope of its request names it

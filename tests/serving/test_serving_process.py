@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
-from server_process import Server
+from server_process import PATCHED, Server
 
 from kvpool.serving import process as serving
 
@@ -35,16 +35,13 @@ def listen(host, port, listen=process.listen):
 process.listen = listen
 """
 LOADS = """
-import sys, time
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.cli import main
 
 def make():
     print("in make", file=sys.stderr, flush=True)
     time.sleep(600)
 
 tiny.make = make
-sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -201,7 +198,7 @@ def test_server_short_of_files_answers_all_clients_in_few_words():
 def test_retry_to_accept_is_a_fault_unless_the_server_has_closed_its_socket():
     """asyncio retries a second after files were short."""
     told, sock = [], socket.socket()
-    loop, handle = SimpleNamespace(default_exception_handler=told.append), serving._shortage(sock)
+    loop, handle = SimpleNamespace(default_exception_handler=told.append), serving._shortage(sock, set())
     error = ValueError("Invalid file descriptor: -1")
     retry = {"message": "Exception in callback BaseSelectorEventLoop._start_serving()", "exception": error}
     other = {"message": "Exception in callback told()", "exception": error}
@@ -221,23 +218,21 @@ def test_retry_to_accept_is_a_fault_unless_the_server_has_closed_its_socket():
         (100, 100, 1024, 1, None),
         (2048, resource.RLIM_INFINITY, 8000, 8000, 8128),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8000, 8000, None),
+        (256, resource.RLIM_INFINITY, 1024, 256 - 2 * serving.SPARE, "refused"),
     ],
 )
 def test_connections_are_as_many_as_there_are_files(monkeypatch, soft, hard, wanted, allowed, raised):
     limits = [(soft, hard)]
+
+    def limited(kind, both):
+        if raised == "refused":
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(both)
+
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    monkeypatch.setattr(resource, "setrlimit", limited)
     assert serving.allowed_connections(wanted) == allowed
-    assert limits[1:] == ([] if raised is None else [(raised, hard)])
-
-
-def test_limit_of_files_that_cannot_be_raised_is_kept(monkeypatch):
-    def refused(kind, both):
-        raise ValueError("current limit exceeds maximum limit")
-
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
-    monkeypatch.setattr(resource, "setrlimit", refused)
-    assert serving.allowed_connections(1024) == 256 - 2 * serving.SPARE
+    assert limits[1:] == ([(raised, hard)] if type(raised) is int else [])
 
 
 @pytest.mark.long
@@ -293,7 +288,7 @@ def test_garbage_after_an_answer_has_begun_closes_the_connection_quietly(half):
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_the_model_loads_ends_the_process_at_once(number):
-    command = [sys.executable, "-c", LOADS, "serve", "--model", "tiny", "--port", "0"]
+    command = [sys.executable, "-c", PATCHED.format(LOADS), "serve", "--model", "tiny", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert "loading tiny" in process.stderr.readline() and "in make" in process.stderr.readline()
     process.send_signal(number)
