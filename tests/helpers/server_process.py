@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -49,6 +50,15 @@ class Server:
         status, errors = self.stop()
         is_good = status == 0 and "stopped, 0 blocks in use" in errors and "Traceback" not in errors
         assert error or is_good, (status, errors)
+
+    def opened(self):
+        """A connection that holds few bytes nobody has read."""
+        host, _, port = self.address.partition(":")
+        connection = socket.socket()
+        connection.settimeout(300)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        return connection
 
     def connect(self):
         return http.client.HTTPConnection(self.address, timeout=300)

@@ -5,7 +5,6 @@ The bodies in ``bodies`` are written after public sources and reports of these p
 
 import json
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -244,8 +243,7 @@ def test_options_of_the_server_are_the_defaults_of_requests(tmp_path):
 
 
 def test_request_that_is_not_http_is_counted(server):
-    host, _, port = server.address.partition(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with server.opened() as connection:
         connection.sendall(b"nonsense\r\n\r\n")
         assert connection.recv(12) == b"HTTP/1.1 400"
     assert server.metrics()['kvpool_http_answers_total{path="invalid",status="400"}'] == 1

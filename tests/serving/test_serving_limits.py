@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import threading
 import time
 from collections import Counter
@@ -53,10 +52,7 @@ def asking(server, body, path="/v1/chat/completions", held=0, key="one"):
     """Open a connection and send a request, without its last `held` bytes. Nobody reads the answer."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {server.address}\r\nAuthorization: Bearer {key}\r\n"
-    host, _, port = server.address.partition(":")
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect((host, int(port)))
+    with server.opened() as connection:
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data[: len(data) - held])
         yield connection
@@ -199,12 +195,10 @@ def test_connection_is_closed_after_a_body_with_two_lengths(server, body):
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.address}\r\nx-api-key: one\r\n"
     head += "Content-Type: application/json"
-    host, _, port = server.address.partition(":")
     chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
     hidden = f"GET /v1/models HTTP/1.1\r\nHost: {server.address}\r\nx-api-key: one\r\n\r\n".encode()
     for lengths, answers in ((f"Content-Length: {len(chunk)}\r\nTransfer-Encoding: chunked", 1), (TE, 2)):
-        with socket.create_connection((host, int(port))) as connection:
-            connection.settimeout(300)
+        with server.opened() as connection:
             connection.sendall(f"{head}\r\n{lengths}\r\n\r\n".encode() + chunk + hidden)
             text = b""
             while text.count(b"HTTP/1.1 ") < 2 and (more := connection.recv(2**16)):

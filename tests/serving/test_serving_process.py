@@ -50,20 +50,10 @@ def told(what):
     return SET + what
 
 
-def opened(server):
-    """A connection that holds few bytes nobody has read."""
-    host, _, port = server.address.partition(":")
-    connection = socket.socket()
-    connection.settimeout(60)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect((host, int(port)))
-    return connection
-
-
 def streaming(server, body=ENDLESS):
     """A connection whose answer has begun. Nobody reads more of it than its first bytes."""
     data = json.dumps(body).encode()
-    connection = opened(server)
+    connection = server.opened()
     connection.sendall(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
     assert connection.recv(12) == b"HTTP/1.1 200"
     return connection
@@ -77,7 +67,7 @@ def read_to_the_end(connection):
 @pytest.mark.parametrize("begun", [b"", b"G", HEAD, HEAD + b"Content-Length: 2\r\n"], ids=len)
 def test_connection_without_a_request_is_closed(begun):
     with Server("--num-blocks", "40", patch=told("process.HEAD_SECONDS = 0.5")) as server:
-        with opened(server) as connection:
+        with server.opened() as connection:
             for byte in begun:
                 connection.sendall(bytes([byte]))
             assert read_to_the_end(connection) == b""
@@ -92,7 +82,7 @@ def test_request_longer_than_the_time_between_two_keeps_its_connection():
     with Server("--num-blocks", "400", patch=told("process.HEAD_SECONDS = 0.2")) as server:
         body = json.dumps(ENDLESS | {"max_tokens": 200, "stream": False}).encode()
         one = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-        with opened(server) as connection:
+        with server.opened() as connection:
             connection.sendall(one + one + one)  # uvicorn reads the second after the first is answered
             begin, found = time.monotonic(), b""
             while found.count(b'"usage"') < 3:
@@ -108,7 +98,7 @@ def test_connection_beyond_all_places_closes_the_one_that_idles_longest():
         with contextlib.ExitStack() as stack:
             ends = []
             for _ in range(12):
-                connection = stack.enter_context(opened(server))
+                connection = stack.enter_context(server.opened())
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n")
                 ends.append(connection)
@@ -132,7 +122,7 @@ def test_connection_beyond_all_places_is_closed_if_the_others_are_busy():
         Server("--num-blocks", "3000", "--max-connections", "2", patch=patient) as server,
         streaming(server),
         streaming(server),
-        opened(server) as newest,
+        server.opened() as newest,
     ):
         assert newest.recv(1) == b""
 
@@ -143,7 +133,7 @@ def full():
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server("--num-blocks", "3000", "--max-connections", "2"))
         for _ in range(8):
-            stack.enter_context(opened(server))
+            stack.enter_context(server.opened())
         yield server, [stack.enter_context(streaming(server)) for _ in range(2)]
 
 
@@ -184,13 +174,13 @@ def test_server_short_of_files_answers_all_clients_in_few_words():
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (files + 10, files + 10))
         held = [stack.enter_context(streaming(server)) for _ in range(3)]
         for _ in range(60):
-            stack.enter_context(opened(server))
+            stack.enter_context(server.opened())
         for _ in range(5):
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
             assert server.get("/health")[0] == 200
         assert all(connection.recv(100) for connection in held), "streams go on"
         for _ in range(20):  # it stops while connections have to wait
-            stack.enter_context(opened(server))
+            stack.enter_context(server.opened())
     errors = b"".join(server.errors)
     assert errors.count(b"Too many open files") == 1 and len(errors) < 2000, errors[-2000:]
 
@@ -256,7 +246,7 @@ def test_answer_that_is_not_read_does_not_keep_its_connection():
     with Server("--num-blocks", "3000", patch=told("process.READ_SECONDS = 0.3")) as server:
         body = ENDLESS | {"max_tokens": 400, "logprobs": 20, "stream": False}
         data = json.dumps(body).encode()
-        with opened(server) as connection:
+        with server.opened() as connection:
             connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
             while not server.metrics().get('kvpool_http_answers_total{path="/v1/completions",status="200"}'):
                 time.sleep(0.05)
@@ -275,7 +265,7 @@ def test_answer_that_is_not_read_does_not_keep_its_connection():
 def test_garbage_after_an_answer_has_begun_closes_the_connection_quietly(half):
     with Server("--num-blocks", "400") as server:
         data = json.dumps(ENDLESS).encode()
-        with opened(server) as connection:
+        with server.opened() as connection:
             chunk = b"%x\r\n%s\r\n" % (len(data), data)
             connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + half)
             with contextlib.suppress(ConnectionError):
@@ -377,7 +367,7 @@ def test_server_whose_log_fills_its_pipe_serves_and_ends_as_others():
 @pytest.mark.long
 def test_body_that_never_comes_ends_with_the_grace():
     with Server("--num-blocks", "40", "--grace", "0") as server:
-        with opened(server) as connection:
+        with server.opened() as connection:
             connection.sendall(HEAD + b"Content-Length: 2\r\n\r\n")
             for _ in range(3):
                 server.get("/health")
