@@ -212,13 +212,20 @@ def test_process_whose_text_nobody_wants_is_killed_unless_it_ends_it_soon_and_ot
 
 @in_a_loop
 async def test_process_whose_text_nobody_wants_loads_on_without_it(monkeypatch):
+    made, start = [], to_process.open_process
+
+    async def noted(*arguments, **options):
+        made.append(await start(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(to_process, "open_process", noted)
     monkeypatch.setattr(serving, "LOADS", 0)
     place = processes(TOKENIZER, 1)
     job = asyncio.create_task(place.run("a", 1, "a " * 1_000_000, True))
-    await asyncio.sleep(0.05)
+    await until(lambda: made)
     job.cancel()
     assert (await place.run("b", 1, "two", True)).tolist() == TOKENIZER.encode("two")
-    assert len(started()) == 1
+    assert len(made) == 1
 
 
 @in_a_loop
