@@ -327,7 +327,7 @@ class Service:
         call = partial(parse, defaults=self._settings.defaults, is_strict=self._settings.is_strict)
         read = await self._aside(request, self._short, size, call, form, data) if size > LONG else call(form, data)
         body, request.state.ignored = read
-        body.model = body.model or self._settings.names[0]
+        body.model = self._settings.names[0] if body.model is None else body.model
         self._check_name(body.model)
         return body
 
