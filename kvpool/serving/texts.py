@@ -24,7 +24,7 @@ OVERRIDDEN = ("encode", "__call__", "_encode_plus", "apply_chat_template")
 NFC = 4  # bytes of a text for one byte of its NFC, at most: 3.5, of U+0390 made of three characters
 KEEPS = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "Prepend", "UnicodeScripts"}  # steps that lose no character
 HUGE = 2**20  # characters of a text whose memory is given back to the system
-LOADS = 2.0  # seconds that a process may read on for nobody: another one takes about as long to load
+LOADS = 1.0  # seconds that a process may read on for nobody: another one takes about as long to load
 
 
 class Turns:
