@@ -77,9 +77,10 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
         metrics.append(Metric("kvpool_group_info", "gauge", "1 for each layer group.", tuple(_group_infos(pool))))
     if scheduler is not None:
         now = scheduler.stats()
-        metrics.append(by_state("kvpool_requests", "Sequences of the scheduler, by state.", now, _STATES))
+        states = tuple(({"state": state}, getattr(now, state)) for state in _STATES)
+        metrics.append(Metric("kvpool_requests", "gauge", "Sequences of the scheduler, by state.", states))
         for name, text in _COUNTERS.items():
-            metrics.append(counter(f"kvpool_{name}_total", text, getattr(now, _FIELDS.get(name, name))))
+            metrics.append(counter(f"kvpool_{name}_total", text, getattr(now, name.removeprefix("requests_"))))
         tenants = [({"tenant": str(name)}, had) for name, had in scheduler.tenants().items()]
         for name, kind, text, field in _TENANTS if tenants else ():
             metrics.append(Metric(name, kind, text, tuple((label, getattr(had, field)) for label, had in tenants)))
@@ -107,11 +108,6 @@ def gauge(name: str, help: str, value: float) -> Metric:
 def counter(name: str, help: str, value: float) -> Metric:
     """A metric that only grows, with one value; `name` ends in ``_total``."""
     return Metric(name, "counter", help, (({}, value),))
-
-
-def by_state(name: str, help: str, stats: Any, states: Iterable[str]) -> Metric:
-    """A gauge with a value per state, each an attribute of `stats`."""
-    return Metric(name, "gauge", help, tuple(({"state": state}, getattr(stats, state)) for state in states))
 
 
 class Collector:
@@ -175,7 +171,6 @@ _TENANTS = (
     ("kvpool_tenant_requests", "gauge", "Requests of a tenant that have not ended.", "unfinished"),
     ("kvpool_tenant_tokens_total", "counter", "Tokens computed for a tenant, prompts from admission.", "served_tokens"),
 )
-_FIELDS = {f"requests_{name}": name for name in ("finished", "cancelled", "expired", "rejected")}
 _COUNTERS = {
     "requests_finished": "Sequences that ended by themselves.",
     "requests_cancelled": "Sequences that were cancelled.",

@@ -2,7 +2,7 @@
 
 - `runner`: one thread owns the engine. It takes requests, and sends events to the event loop.
 - `requests`: what clients may send. It is checked before the engine sees it.
-- `texts`: where texts become tokens, in the fair order of tenants.
+- `texts`: where texts become tokens, in the fair order of tenants; long ones in processes that run `reader`.
 - `answers`: what clients get, whole or in pieces.
 - `messages`, `responses`: the APIs of that kind, each as the chat that asks for the same.
 - `scores`: logprobs of a prompt.

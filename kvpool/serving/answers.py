@@ -99,9 +99,9 @@ class Answer:
         ends = [(index, one.text[at:], End.of_sample(self._body, one)) for index, at, one in left if at is not None]
         return [self._event(self.delta(*one, self._nothing)) for one in ends]
 
-    def hear(self, number: int, item: TokenEvent | Completion) -> None:
+    def hear(self, number: int, item: TokenEvent) -> None:
         """Keep a token for a whole answer with logprobs."""
-        if isinstance(item, TokenEvent) and item.finish_reason != "eos":
+        if item.finish_reason != "eos":
             self._tokens.setdefault((number, item.index), []).append(item)
 
     def _event(self, choice: Told) -> bytes:
@@ -250,7 +250,7 @@ class ChatAnswer(Answer):
 
 
 class BlockAnswer:
-    """An answer that is a list of blocks: thoughts, texts and calls. It has what `Answer` has for a server."""
+    """An answer that is a list of blocks: thoughts, texts and calls. It is told as `Answer` is, without logprobs."""
 
     ping = b""
     begun: Callable[[str, Any], Told]  # of "thinking", "text" or "call" with its `Call`: a block that says nothing yet
@@ -279,9 +279,6 @@ class BlockAnswer:
     def ending(self, completions: Sequence[Completion]) -> list[bytes]:
         begun = [] if self._blocks else self._add("text", "")
         return [*begun, *self.close(len(self._blocks) - 1), *self.end(completions[0])]
-
-    def hear(self, number: int, item: TokenEvent | Completion) -> None:
-        pass  # these forms have no logprobs
 
     def whole(self, completions: Sequence[Completion]) -> Told:
         self._read(completions[0].text, End.of_sample(self._body, completions[0].samples[0]))

@@ -47,7 +47,7 @@ from kvpool.serving.requests import (
 )
 from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
 from kvpool.serving.runner import EngineFailed, Run, Runner, blocks_by_tenant
-from kvpool.serving.scores import Given, first_of
+from kvpool.serving.scores import Given
 from kvpool.serving.speech import Manner
 from kvpool.serving.texts import Processes, Threads, most_bytes, shared
 
@@ -111,9 +111,9 @@ class Service:
         self._newline = tokenizer.encode("\n")
         runner.weights = weights
         apart = AT_A_TIME - (len(weights) > 1)  # one tenant does not hold another one up
-        self._short = Threads("tokenizer", AT_A_TIME, apart, weights)
-        self._long = Threads("long-texts", AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
-        self._grammars = Threads("grammars", 1, 1, weights)
+        self._short = Threads(AT_A_TIME, apart, weights)
+        self._long = Threads(AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
+        self._grammars = Threads(1, 1, weights)
         made = shared(tokenizer)
         self._most_bytes, self._processes = None if made is None else most_bytes(made), None
         if made is not None:
@@ -184,11 +184,6 @@ class Service:
                 told |= {name: state.get(name) for name in ("ignored", "error")}
                 _log.info("%s %s", scope["method"], path, extra={"told": told})
 
-    async def close(self) -> None:
-        """End the processes that tokenize."""
-        if self._processes is not None:
-            await self._processes.close()
-
     # ------------------------------------------------------------------------------------------- endpoints
 
     async def completions(self, request: Request) -> Response:
@@ -206,7 +201,7 @@ class Service:
             if body.echo:
                 decoded = one if is_text else await self._aside(request, self._short, len(one), decode, one)
                 echo += [decoded] * body.n
-        answer = TextAnswer(self._named(body), body, sum(map(len, prompts)), self._decode, echo=echo)
+        answer = TextAnswer(body.model, body, sum(map(len, prompts)), self._decode, echo=echo)
         if body.scores:
             completions = await self._score(request, body, answer, prompts)
             if body.max_tokens == 0:
@@ -217,7 +212,7 @@ class Service:
         """Answer a conversation, in the API that the path belongs to."""
         form = CHATS[request.url.path]
         asked = await self._read(form, request)
-        body, name = asked.chat, self._named(asked)
+        body, name = asked.chat, asked.model
         prompt = await self._templated(request, body)
         tools = body.template_options.get("tools", [])
         manner = Manner.of(self._tokenizer, prompt, tools, body.by_grammar, not body.parallel_tool_calls)
@@ -332,18 +327,14 @@ class Service:
         call = partial(parse, defaults=self._settings.defaults, is_strict=self._settings.is_strict)
         read = await self._aside(request, self._short, size, call, form, data) if size > LONG else call(form, data)
         body, request.state.ignored = read
-        if body.model is not None:
-            self._check_name(body.model)
+        body.model = self._settings.names[0] if body.model is None else body.model
+        self._check_name(body.model)
         return body
 
     def _check_name(self, name: str) -> None:
         names = self._settings.names
         if name not in names:
             raise Refused(404, f"model: this server has {', '.join(names)}", "model", "model_not_found")
-
-    def _named(self, body: Any) -> str:
-        """Return the name of the model that a request has used."""
-        return body.model or self._settings.names[0]
 
     async def _aside(self, request: Request, place: Threads | Processes, cost: float, *call: Any) -> Any:
         """Run what may take long outside the event loop. `cost` counts as what its tenant got, see `Turns`."""
@@ -496,7 +487,7 @@ class Service:
             options["grammar"] = await self._grammar(request, body, forms, len(prompts) * body.width, manner)
         if body.xtc_probability:
             options["xtc_special_tokens"] = (*self._newline, *ends)
-        state.run = run = self._runner.run(prompts, body.stream or body.tops is not None, options)
+        state.run = run = Run(self._runner, prompts, body.stream or body.tops is not None, options)
         return Stream(run, answer) if body.stream else await _unless_gone(request.receive, _whole(run, answer))
 
     async def _score(
@@ -510,9 +501,10 @@ class Service:
         for prompt in prompts:
             self._check_room(len(prompt))
             own = {"max_tokens": max(1, len(prompt) - 1), "grammar": Given(prompt[1:], grammars)}
-            state.run = run = self._runner.run([prompt[:1]], True, options | own)
+            state.run = run = Run(self._runner, [prompt[:1]], True, options | own)
             heard = await _unless_gone(request.receive, _heard(run))
-            answer.scored += [[first_of(prompt), *heard[: len(prompt) - 1]]] * body.n
+            first = TokenEvent(None, 0, int(prompt[0]), -math.inf, "", None)  # it has no logprob
+            answer.scored += [[first, *heard[: len(prompt) - 1]]] * body.n
             (sample,) = run.completions[0].samples
             none = replace(sample, tokens=sample.tokens[:0], text="", finish_reason="length")
             completions.append(replace(run.completions[0], samples=(none,) * body.n))
@@ -562,7 +554,7 @@ class Stream(Response):
                 events = []
                 for number, item in await run.news():
                     events += answer.told(number, item) if item else self._sign()
-            events += answer.ending(run.completions)
+            events += answer.ending([*run.completions.values()])
         except EngineFailed as error:
             state["error"] = str(error)
             _log.warning("a stream ends early: %s", error, extra={"told": {"id": _id()}})
@@ -576,16 +568,14 @@ class Stream(Response):
         return [f": {comment}\n".encode(), self._answer.ping or b"\n"]
 
 
-async def _whole(run: Run, answer: Answer | BlockAnswer) -> Response:
+async def _whole(run: Run, answer: Any) -> Response:
     """Return the answer to a run, once it is over."""
-    completions: dict[int, Completion] = {}
     with _refusals():
         async with run:
             async for number, item in run:
-                answer.hear(number, item)
-                if isinstance(item, Completion):
-                    completions[number] = item
-    ended = [completions[number] for number in sorted(completions)]
+                if isinstance(item, TokenEvent):  # it has logprobs
+                    answer.hear(number, item)
+    ended = [completion for _, completion in sorted(run.completions.items())]
     return await asyncio.to_thread(lambda: _answered(answer.whole(ended)))  # it may be long
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.config import available_memory_nbytes, format_nbytes, memory_pressure
 from kvpool.governor import KEEP, Governor, Holder, Machine
 from kvpool.metrics import Metric, gauge
+from kvpool.serving.reader import trim
 
 if TYPE_CHECKING:
     from kvpool.serving.runner import Runner
@@ -167,7 +166,4 @@ def seen() -> Machine:
 def give_back() -> None:
     """Free the arrays that MLX keeps, and what glibc keeps of freed memory."""
     mx.clear_cache()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl
-        if trim is not None:
-            trim(0)
+    trim(0)

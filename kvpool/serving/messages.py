@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvpool.adapters.mlx_lm.engine import Completion
 from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
-from kvpool.serving.requests import MARKED, MOST, TOOLS, ChatRequest, Dicts, Indirect, Refused, Sdk, Stops, text_of
+from kvpool.serving.requests import MARKED, MOST, TOOLS, Dicts, Indirect, Refused, Stops, as_sdk, text_of
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 DELTAS = {  # of a piece: how its event is called, and the field
@@ -24,24 +24,20 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_
 BILLING = "x-anthropic-billing-header:"  # a text of Claude Code that differs in each request, so no prefix were found
 
 
-class _Chat(ChatRequest):
-    format_field = "output_config.format"
-
-
 class CountRequest(Indirect):
     """The body of ``POST /v1/messages/count_tokens``: a conversation. A last message of the assistant goes on."""
 
     official: ClassVar = MessageCreateParamsBase.__annotations__
     not_done: ClassVar = {"mcp_servers": ([],), "output_format": (), "thread": ()}
-    tool_types, chat_form = ("custom",), _Chat
+    tool_types, format_field = ("custom",), "output_config.format"
 
-    messages: Annotated[Dicts, Sdk(list[beta.BetaMessageParam]), Field(min_length=1)]
-    system: Annotated[Any, Sdk(str | list[beta.BetaTextBlockParam])] = ""
-    tools: Annotated[Dicts, Sdk(list[beta.BetaToolParam]), Field(max_length=TOOLS)] = Field([])
-    tool_choice: Annotated[dict[str, Any], Sdk(beta.BetaToolChoiceParam)] = Field({})
-    thinking: Annotated[dict[str, Any], Sdk(beta.BetaThinkingConfigParam)] = Field({})
-    output_config: Annotated[dict[str, Any], Sdk(beta.BetaOutputConfigParam)] = Field({})
-    cache_control: Annotated[dict[str, Any], Sdk(beta.BetaCacheControlEphemeralParam)] = Field({})
+    messages: Annotated[Dicts, as_sdk(list[beta.BetaMessageParam]), Field(min_length=1)]
+    system: Annotated[Any, as_sdk(str | list[beta.BetaTextBlockParam])] = ""
+    tools: Annotated[Dicts, as_sdk(list[beta.BetaToolParam]), Field(max_length=TOOLS)] = Field([])
+    tool_choice: Annotated[dict[str, Any], as_sdk(beta.BetaToolChoiceParam)] = Field({})
+    thinking: Annotated[dict[str, Any], as_sdk(beta.BetaThinkingConfigParam)] = Field({})
+    output_config: Annotated[dict[str, Any], as_sdk(beta.BetaOutputConfigParam)] = Field({})
+    cache_control: Annotated[dict[str, Any], as_sdk(beta.BetaCacheControlEphemeralParam)] = Field({})
 
     def asked(self) -> dict[str, Any]:
         turns = [_turn(one, f"messages.{number}.content") for number, one in enumerate(self.messages)]

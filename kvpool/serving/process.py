@@ -46,15 +46,14 @@ class _Connection(H11Protocol):
 
     service: ClassVar[Service]
     most: ClassVar[int]  # connections
-    all: ClassVar[dict[_Connection, None]]  # in the order in which they came
+    connections: set[Any]  # uvicorn's: all that there are
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._line, self._peer = transport, self.client  # as requests name it: of IPv6 the system says more
         self._unread, self._seen = 0, time.monotonic()  # bytes for the client; when it last was busy, or read some
-        self.all[self] = None
-        idle = [one for one in self.all if not one.is_busy]
-        if len(self.all) > self.most and idle:
+        idle = [one for one in self.connections if not one.is_busy]
+        if len(self.connections) > self.most and idle:
             min(idle, key=lambda one: one._seen).drop()
 
     def data_received(self, data: bytes) -> None:
@@ -63,10 +62,6 @@ class _Connection(H11Protocol):
         except LocalProtocolError:  # what came is not HTTP, and half of an answer is out: uvicorn sends another one
             self.drop()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.all.pop(self, None)
-
     @property
     def is_busy(self) -> bool:
         """Whether a request is here, or its answer is not read."""
@@ -74,16 +69,16 @@ class _Connection(H11Protocol):
 
     def drop(self) -> None:
         """Close it at once."""
-        self.all.pop(self, None)
+        self.connections.discard(self)
         self._line.abort()
 
-    @classmethod
-    async def look_after(cls) -> None:
+    @staticmethod
+    async def look_after(connections: set[_Connection]) -> None:
         """Close connections on which nothing has come for too long, or nothing was read."""
         while True:
             await asyncio.sleep(min(READ_SECONDS, HEAD_SECONDS) / LOOKS)
             now = time.monotonic()
-            for one in list(cls.all):
+            for one in list(connections):
                 left = one._line.get_write_buffer_size()
                 if left < one._unread or (not left and one.is_busy):
                     one._seen = now
@@ -148,8 +143,9 @@ async def serve(
         raise
     metrics.watch(runner.engine, memory)
     service = Service(runner, settings, metrics)
-    _Connection.service, _Connection.most, _Connection.all = service, settings.max_connections + SPARE, {}
+    _Connection.service, _Connection.most = service, settings.max_connections + SPARE
     server = _server(service, metrics)
+    connections: set[Any] = server.server_state.connections
 
     async def drain() -> int:
         lost = asyncio.create_task(runner.lost.wait())
@@ -164,7 +160,6 @@ async def serve(
         try:
             return await runner.stop()
         finally:
-            await service.close()
             server.config.timeout_graceful_shutdown = max(1, int(end - loop.time()))  # for clients that read slowly
             server.should_exit = True
 
@@ -174,8 +169,8 @@ async def serve(
     if server.started:
         sock.listen(BACKLOG)  # again: with uvicorn's, asyncio would try to accept as many in a row
         on_ready(runner.engine)
-    loop.set_exception_handler(_shortage(sock))
-    works = (report(runner.engine), _Connection.look_after(), *(one.watch(runner) for one in memory))
+    loop.set_exception_handler(_shortage(sock, connections))
+    works = (report(runner.engine), _Connection.look_after(connections), *(one.watch(runner) for one in memory))
     beside = [*map(loop.create_task, works)]
     await serving
     for task in beside:
@@ -211,7 +206,9 @@ def _server(service: Service, metrics: ServerMetrics) -> uvicorn.Server:
     return server
 
 
-def _shortage(sock: socket.socket) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+def _shortage(
+    sock: socket.socket, connections: set[_Connection]
+) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """Return what handles exceptions of the loop: if the system has no file for a connection, others that idle close.
 
     asyncio tries to accept it again in a second. It does so too if the socket is closed by then, which is no fault.
@@ -222,7 +219,7 @@ def _shortage(sock: socket.socket) -> Callable[[asyncio.AbstractEventLoop, dict[
         nonlocal said
         error = context.get("exception")
         if isinstance(error, OSError) and "accept" in context["message"]:
-            for one in [one for one in _Connection.all if not one.is_busy]:
+            for one in [one for one in connections if not one.is_busy]:
                 one.drop()
             if loop.time() > said + SAID_SECONDS:
                 said = loop.time()

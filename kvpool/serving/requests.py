@@ -72,14 +72,9 @@ class Refused(HTTPException):
 # ----------------------------------------------------------------------------------------------- types of the SDKs
 
 
-class Sdk:
-    """Has pydantic read a field as a type of an SDK, see `_eager`."""
-
-    def __init__(self, kind: Any) -> None:
-        self._kind = kind
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return handler.generate_schema(_eager(self._kind))
+def as_sdk(kind: Any) -> pydantic.GetPydanticSchema:
+    """Return an annotation that has pydantic read a field as a type of an SDK, see `_eager`."""
+    return pydantic.GetPydanticSchema(lambda source, handler: handler.generate_schema(_eager(kind)))
 
 
 @cache
@@ -213,9 +208,9 @@ class _Retention(TypedDict, total=False):
 
 
 class Generation(Request):
-    """The fields that completions and chats have in common. Errors call `response_format` by `format_field`."""
+    """The fields that completions and chats have in common. Errors call `response_format` by `_format_field`."""
 
-    format_field: ClassVar[str] = "response_format"
+    _format_field: str = "response_format"
     not_done: ClassVar = dict.fromkeys((*NOT_DONE, "structured_outputs"), ())
 
     max_tokens: int | None = Field(None, ge=0, le=MOST)
@@ -235,11 +230,11 @@ class Generation(Request):
     n: int = Field(1, ge=1, le=64)
     use_beam_search: bool = False
     length_penalty: float = Field(1.0, ge=-32, le=32)
-    response_format: Annotated[dict[str, Any], Sdk(ResponseFormat | _Regex | _Lark)] = {}
+    response_format: Annotated[dict[str, Any], as_sdk(ResponseFormat | _Regex | _Lark)] = {}
     stop: Annotated[Stops, BeforeValidator(lambda one: [one] if isinstance(one, str) else one)] = []
     stop_token_ids: Annotated[list[Token], Field(max_length=64, fail_fast=True)] = []
     stream: bool = False
-    stream_options: Annotated[dict[str, Any], Sdk(sdk.ChatCompletionStreamOptionsParam)] = {}
+    stream_options: Annotated[dict[str, Any], as_sdk(sdk.ChatCompletionStreamOptionsParam)] = {}
     cache_salt: str | None = Field(None, min_length=1, max_length=512)
     priority: int = Field(0, ge=-MOST, le=MOST)
     timeout: float | None = Field(None, gt=0, le=DAY)
@@ -312,7 +307,7 @@ class Generation(Request):
 
         The argument may be a function of `Grammars.mark`, which returns it.
         """
-        wanted, field = self.response_format, self.format_field
+        wanted, field = self.response_format, self._format_field
         kind = wanted.get("type", "text")
         if kind == "json_schema":
             return [("schema", wanted["json_schema"].get("schema") or {}, field)]
@@ -399,15 +394,15 @@ class ChatRequest(Generation):
         **{"moderation": (), "web_search_options": ()},
     }
 
-    messages: Annotated[Dicts, Sdk(list[sdk.ChatCompletionMessageParam]), Field(min_length=1)]
+    messages: Annotated[Dicts, as_sdk(list[sdk.ChatCompletionMessageParam]), Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1, le=MOST)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOPS)
     tools: Annotated[
-        Dicts, Sdk(list[sdk.ChatCompletionFunctionToolParam]), Field(max_length=TOOLS), AfterValidator(named)
+        Dicts, as_sdk(list[sdk.ChatCompletionFunctionToolParam]), Field(max_length=TOOLS), AfterValidator(named)
     ] = []
-    tool_choice: Annotated[Any, Sdk(sdk.ChatCompletionToolChoiceOptionParam)] = "auto"
+    tool_choice: Annotated[Any, as_sdk(sdk.ChatCompletionToolChoiceOptionParam)] = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = Field(None, max_length=64)
     add_generation_prompt: bool = True
@@ -494,7 +489,7 @@ class ChatRequest(Generation):
     @property
     def forms(self) -> list[tuple[str, Any, str]]:
         """See `Generation`. Where the answer may be calls instead of text in a form, its grammar is both."""
-        forms, field = super().forms, self.format_field
+        forms, field = super().forms, self._format_field
         if forms and self.must_call:
             raise Refused(400, f"{field} cannot be combined with a tool_choice that forces a call", field)
         if not self.callable_tools or not (forms or self.must_call):
@@ -524,7 +519,7 @@ class ChatRequest(Generation):
 class Indirect(Request):
     """A request that asks for what a chat can ask for: `chat`, which `asked` says, and whose errors name its fields."""
 
-    chat_form: ClassVar[type[ChatRequest]] = ChatRequest
+    format_field: ClassVar[str]  # in place of `response_format`
     _chat: ChatRequest = pydantic.PrivateAttr()
 
     def asked(self) -> dict[str, Any]:
@@ -532,7 +527,8 @@ class Indirect(Request):
         raise NotImplementedError
 
     def agree(self, defaults: Mapping[str, Any]) -> None:
-        self._chat = self.chat_form.of({name: one for name, one in self.asked().items() if one is not None}, defaults)
+        self._chat = ChatRequest.of({name: one for name, one in self.asked().items() if one is not None}, defaults)
+        self._chat._format_field = self.format_field
 
     @property
     def chat(self) -> ChatRequest:

@@ -12,17 +12,13 @@ from pydantic import Field
 
 from kvpool.adapters.mlx_lm.engine import Completion
 from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
-from kvpool.serving.requests import MOST, TOOLS, ChatRequest, Dicts, Indirect, Refused, text_of
+from kvpool.serving.requests import MOST, TOOLS, Dicts, Indirect, Refused, text_of
 
 TYPES = {"text": "output_text", "thinking": "reasoning_text"}
 ITEMS = {"text": "message", "thinking": "reasoning"}
 PARTS = ("input_text", "output_text", "summary_text", "reasoning_text", "text", "refusal")
 FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 BROKEN = (AttributeError, KeyError, TypeError)  # of what is not whole
-
-
-class _Chat(ChatRequest):
-    format_field = "text.format"
 
 
 class ResponsesRequest(Indirect):
@@ -32,7 +28,7 @@ class ResponsesRequest(Indirect):
     not_done: ClassVar = {"background": (False,), "top_logprobs": (0,)} | dict.fromkeys(
         ("conversation", "moderation", "previous_response_id", "prompt"), ()
     )
-    tool_types, chat_form = ("function", "custom"), _Chat
+    tool_types, format_field = ("function", "custom"), "text.format"
 
     input: str | Annotated[Dicts, Field(min_length=1)]
     instructions: str = ""

@@ -25,22 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class EngineFailed(Exception):
-    """The engine failed while the request ran. The request may be sent again. `status` is that of HTTP."""
+    """The engine, or the server, ended a request. It may be sent again. `status` is that of HTTP, `code` of the API."""
 
-    status: int = 500
-    code: str | None = None
-
-
-class Stopped(EngineFailed):
-    """The server ended the request: it stops, or the client reads too slowly."""
-
-    status = 503
-
-
-class DeadlinePassed(EngineFailed):
-    """The deadline of the request passed before its first token."""
-
-    status, code = 504, "deadline"
+    def __init__(self, message: str, status: int = 500, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
 
 
 class Runner:
@@ -79,10 +68,6 @@ class Runner:
         pool = self.engine.kv.pool
         return sum(pool.stats(arena).used for arena in set(arenas_of(pool.options.groups)))
 
-    def run(self, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]) -> Run:
-        """Return a run of these prompts, which has not begun. With `listens` it gets every token, too."""
-        return Run(self, prompts, listens, options)
-
     # ------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
@@ -98,7 +83,7 @@ class Runner:
             calls += [self._calls.get() for _ in range(self._calls.qsize())]
             for call in [*calls, self._step]:
                 if call is None:
-                    self._tell_all(Stopped("the server stops"))
+                    self._tell_all(EngineFailed("the server stops", 503))
                     if self.failure is None:
                         engine.close()
                     self._tell()
@@ -231,22 +216,22 @@ def _wrong(completion: Completion) -> EngineFailed | None:
     if completion.error is not None:
         return EngineFailed(f"the answer cannot be made: {type(completion.error).__name__}")
     if all(sample.finish_reason == "deadline" and not len(sample.tokens) for sample in completion.samples):
-        return DeadlinePassed("the deadline passed before the first token")
+        return EngineFailed("the deadline passed before the first token", 504, "deadline")
     return None
 
 
 class Run:
     """One or more prompts of a client with the same options: ``async with run: async for number, item in run``.
 
-    An item is a `TokenEvent`. The last item of each prompt is a `Completion`. If you leave the block early, what still
-    runs is cancelled. Entering and iterating raise what the engine raised: `RequestRejected`, `ValueError`,
-    `EngineFailed`.
+    An item is a `TokenEvent`, of a run that `listens`. The last item of each prompt is a `Completion`. If you leave the
+    block early, what still runs is cancelled. Entering and iterating raise what the engine raised: `RequestRejected`,
+    `ValueError`, `EngineFailed`.
     """
 
     def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]):
         self.prompts, self.options, self._runner, self._listens = prompts, options, runner, listens
         self.ids: list[Hashable] = []  # of the thread: the engine's
-        self.completions: list[Completion] = []
+        self.completions: dict[int, Completion] = {}  # of the prompts, by number
         self.num_read = self._num_heard = 0  # tokens: of the prompts, when `look` was last called; of the answer
         self._most = UNREAD // (1 + options.get("top_logprobs", 0))
         self._items: list[Any] = []  # that nobody has read
@@ -261,7 +246,7 @@ class Run:
         """Take an item. Behind an exception comes nothing more."""
         if not self._is_over:
             if len(self._items) >= self._most:
-                item = Stopped("the client reads too slowly")
+                item = EngineFailed("the client reads too slowly", 503)
                 self.end()
             self._is_over = isinstance(item, Exception)
             self._items.append(item)
@@ -278,7 +263,7 @@ class Run:
     async def begin(self) -> Self:
         """Give it to the engine, as entering the block does."""
         if self._runner.is_stopping:
-            self.put(Stopped("the server stops"))
+            self.put(EngineFailed("the server stops", 503))
         else:
             self._runner.call(self._runner.begin, self)
         try:
@@ -302,12 +287,13 @@ class Run:
     @property
     def told(self) -> dict[str, Any]:
         """What the log says of it."""
-        samples = [sample for completion in self.completions for sample in completion.samples]
+        ended = self.completions.values()
+        samples = [sample for completion in ended for sample in completion.samples]
         times = [sample.output.times for sample in samples]
         first = min((one.first_token - one.arrived for one in times if one.first_token is not None), default=None)
         return {
             "prompt": sum(map(len, self.prompts)),
-            "cached": sum(one.samples[0].output.num_cached for one in self.completions) if self.completions else None,
+            "cached": sum(one.samples[0].output.num_cached for one in ended) if ended else None,
             "generated": sum(len(sample.tokens) for sample in samples) or self._num_heard,
             "first": None if first is None else round(first, 3),
         }
@@ -325,9 +311,9 @@ class Run:
             self._items.append(items.pop())
             if not items:
                 raise self._items[0]
-        for _, item in items:
+        for number, item in items:
             if isinstance(item, Completion):
-                self.completions.append(item)
+                self.completions[number] = item
             elif item:
                 self._num_heard += 1
         return items

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.adapters.mlx_lm.engine import TokenEvent
 from kvpool.adapters.mlx_lm.grammar import Grammar, Grammars
 
 
@@ -29,8 +28,3 @@ class Given(Grammar):
         token, bits = int(self._tokens[len(generated)]), np.zeros(self._size, np.uint8)
         bits[token // 8] = 1 << token % 8
         return bits
-
-
-def first_of(prompt: Sequence[int]) -> TokenEvent:
-    """Return the first token of a prompt, which has no logprob."""
-    return TokenEvent(None, 0, int(prompt[0]), -np.inf, "", None)

@@ -102,29 +102,49 @@ def test_sigterm_lets_requests_end_and_takes_no_more():
     ("arguments", "message"),
     [
         (["--model", "/no/such/folder"], "--model /no/such/folder: no such folder"),
-        (["--model", "tiny", "--port", "x"], "--port x: not a whole number"),
-        (["--model", "tiny", "--port", "65536"], "--port 65536: out of range, 0..65535"),
-        (["--model", "tiny", "--num-blocks", "2"], "--num-blocks 2: out of range"),
-        (["--model", "tiny", "--num-blocks", "20", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
-        (["--model", "tiny", "--host", "0.0.0.0"], "--api-key, --api-keys or the variable KVPOOL_API_KEY"),
-        (["--model", "tiny", "--api-key", ""], "--api-key: a key must be ASCII, and not empty"),
-        (["--model", "tiny", "--memory", "lots"], "--memory lots: 'lots' is not a size"),
-        (["--model", "tiny", "--events-replay", "tcp://127.0.0.1:9"], "--events-replay: needs --events"),
-        (["--model", "tiny", "--events", "tcp:/x"], "--events: tcp:/x cannot be bound: Invalid argument"),
+        (["--port", "x"], "--port x: not a whole number"),
+        (["--port", "65536"], "--port 65536: out of range, 0..65535"),
+        (["--num-blocks", "2"], "--num-blocks 2: out of range"),
+        (["--num-blocks", "20", "--memory", "1MiB"], "--memory and --num-blocks exclude each other"),
+        (["--host", "0.0.0.0"], "--api-key, --api-keys or the variable KVPOOL_API_KEY"),
+        (["--api-key", ""], "--api-key: a key must be ASCII, and not empty"),
+        (["--memory", "lots"], "--memory lots: 'lots' is not a size"),
+        (["--events-replay", "tcp://127.0.0.1:9"], "--events-replay: needs --events"),
+        (["--events", "tcp:/x"], "--events: tcp:/x cannot be bound: Invalid argument"),
+        (["--memory", "2GiB:1GiB"], "--memory 2GiB:1GiB: 2GiB is above 1GiB"),
+        (["--memory", "1GiB:"], "is not a size"),
+        (["--memory", ":1GiB"], "is not a size"),
+        (["--memory", "few:1GiB"], "--memory few: 'few' is not a size"),
+        (["--memory=-1:5"], "is not a size"),
+        (["--memory", "1GiB:2GiB", "--num-blocks", "9"], "--memory and --num-blocks exclude each other"),
+        (["--idle-release", "60"], "--idle-release 60: needs --memory"),
+        (["--memory", "auto", "--idle-release", "0"], "--idle-release 0: out of range"),
+        (["--memory", "auto", "--idle-release", "soon"], "--idle-release soon: not a number"),
+        (["--memory", "1GiB", "--keep-free", "1GiB"], "--keep-free 1GiB: needs --memory auto or MIN:MAX"),
+        (["--memory", "auto", "--keep-free", "1000TiB"], "--keep-free 1000TiB: the machine has"),
+        (["--memory", "auto", "--keep-free", "lots"], "--keep-free lots: 'lots' is not a size"),
+        (["--store-max", "10GB"], "--store-max: only with --store"),
+        (["--store", "x", "--store-max", "many"], "--store-max many: not a size"),
+        (["--store", "x", "--store-max", "0B"], "--store-max 0B: must be more than 0"),
+        (["--store", "redis://:SECRET@host:notaport", "--store-max", "1GB"], "the server has its own limit"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
-    assert main(["serve", *arguments]) == 2
+    assert main(["serve", "--model", "tiny", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1, captured.err
+    assert "SECRET" not in captured.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "tiny", "--memory", "1"], "no usable block: blocks need 48.00 KiB at least; there are 1 B"),
-        (["--model", "tiny", "--kv-bits", "8"], "--kv-group-size 64"),
+        (["--memory", "1"], "no usable block: blocks need 48.00 KiB at least; there are 1 B"),
+        (["--kv-bits", "8"], "--kv-group-size 64"),
         (["--model", "BROKEN"], "No safetensors found"),
+        (["--store", "/proc/nowhere/at/all"], "--store /proc/nowhere/at/all: "),
+        (["--store", "redis://:SECRET@host:notaport"], "--store ...: "),
+        (["--store", "redis://:SECRET@host:notaport", "--json"], "--store ...: "),
     ],
 )
 def test_a_model_that_cannot_be_made_is_reported_before_the_port_opens(
@@ -135,10 +155,10 @@ def test_a_model_that_cannot_be_made_is_reported_before_the_port_opens(
     (tmp_path / "config.json").write_text("{}")
     arguments = [str(tmp_path) if one == "BROKEN" else one for one in arguments]
     with on_cpu():
-        assert main(["serve", *arguments, "--port", "0"]) == 2
+        assert main(["serve", "--model", "tiny", *arguments, "--port", "0"]) == 2
     assert left == [2], "the process must end before the interpreter shuts down: threads of MLX run"
     captured = capsys.readouterr()
-    assert captured.out == "" and message in captured.err
+    assert captured.out == "" and message in captured.err and "SECRET" not in captured.err
     assert captured.err.count("\n") == 2 and "loading" in captured.err, captured.err
 
 

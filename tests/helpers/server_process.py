@@ -5,22 +5,30 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from urllib.parse import urlsplit
 
 JSON = {"Content-Type": "application/json"}
+PATCHED = """import os, sys, time
+from kvpool.cli import main
+{}
+sys.exit(main(sys.argv[1:]))"""
 
 
 class Server:
-    """A process that serves the tiny model; `facts` is what it said when it was ready. `variables`: its environment.
+    """A process that serves the tiny model; `facts` is what it said when it was ready.
+
+    `patch` is Python that it runs first, `variables` are its environment.
 
     At the end of its ``with`` block it must end well, with all blocks free and no traceback, unless the test has
     stopped it.
     """
 
-    def __init__(self, *arguments, model="tiny", program=("-m", "kvpool"), **variables):
+    def __init__(self, *arguments, model="tiny", patch=None, **variables):
+        program = ("-m", "kvpool") if patch is None else ("-c", PATCHED.format(patch))
         command = [sys.executable, *program, "serve", "--model", model, "--port", "0", "--json", *arguments]
         usual = {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -43,14 +51,29 @@ class Server:
         is_good = status == 0 and "stopped, 0 blocks in use" in errors and "Traceback" not in errors
         assert error or is_good, (status, errors)
 
+    def opened(self):
+        """A connection that holds few bytes nobody has read."""
+        host, _, port = self.address.partition(":")
+        connection = socket.socket()
+        connection.settimeout(300)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        return connection
+
     def connect(self):
         return http.client.HTTPConnection(self.address, timeout=300)
 
-    def get(self, path, **headers):
+    def ask(self, method, path, body=None, **headers):
+        """Status, headers and text of the answer."""
         with contextlib.closing(self.connect()) as connection:
-            connection.request("GET", path, headers=headers)
+            body = body if body is None or isinstance(body, bytes) else json.dumps(body)
+            connection.request(method, path, body, (JSON if method == "POST" else {}) | headers)
             response = connection.getresponse()
-            return response.status, response.getheader("Content-Type"), response.read().decode()
+            return response.status, response.headers, response.read().decode()
+
+    def get(self, path, **headers):
+        status, told, text = self.ask("GET", path, **headers)
+        return status, told["Content-Type"], text
 
     def post(self, path, body, **headers):
         """Status and answer, read as JSON."""
@@ -59,10 +82,8 @@ class Server:
 
     def raw(self, path, body, **headers):
         """Status and text of the answer."""
-        with contextlib.closing(self.connect()) as connection:
-            connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), JSON | headers)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
+        status, _, text = self.ask("POST", path, body, **headers)
+        return status, text
 
     def stream(self, body, stop_after=None):
         """The text of a streamed chat, until it ends or `stop_after` pieces have come; then the line is cut."""

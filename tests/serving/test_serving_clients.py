@@ -3,14 +3,12 @@
 The bodies in ``bodies`` are written after public sources and reports of these programs. `fields` says what each has.
 """
 
-import contextlib
 import json
 import re
-import socket
 from pathlib import Path
 
 import pytest
-from server_process import JSON, Server
+from server_process import Server
 
 from kvpool.serving.messages import MessagesRequest
 from kvpool.serving.requests import ChatRequest, Refused, parse
@@ -33,14 +31,6 @@ def form_of(program):
     return FORMS[BODIES[program]["path"].partition("?")[0]]
 
 
-def asked(server, method, path, body=None, **headers):
-    """Status, headers and text of an answer."""
-    with contextlib.closing(server.connect()) as connection:
-        connection.request(method, path, body and json.dumps(body), JSON | headers)
-        answer = connection.getresponse()
-        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
-
-
 @each_body
 def test_body_of_a_client_is_answered_and_found_in_the_cache(server, program):
     """A second time, all of its prompt but the last token is found, in whole blocks."""
@@ -48,7 +38,7 @@ def test_body_of_a_client_is_answered_and_found_in_the_cache(server, program):
     limits = ("max_completion_tokens", "max_output_tokens", "max_tokens")
     body[next((name for name in limits if name in body), "max_output_tokens" if "input" in body else "max_tokens")] = 8
     for _ in range(2):
-        status, headers, text = asked(server, "POST", path, body)
+        status, headers, text = server.ask("POST", path, body)
         assert status == 200, text
         usages.append(json.loads(text)["usage"])
     usage, names = usages[1], ("cached_tokens", "cache_read_input_tokens")
@@ -187,7 +177,7 @@ def test_tokens_of_a_text_become_the_text_again(server):
 def test_model_has_all_its_names(server, client):
     assert [one.id for one in client.models.list()] == ["tiny", "other"]
     assert client.models.retrieve("other").max_model_len == 8192
-    assert asked(server, "GET", "/v1/models/none")[0] == 404
+    assert server.ask("GET", "/v1/models/none")[0] == 404
 
 
 @pytest.mark.parametrize(
@@ -199,16 +189,16 @@ def test_model_has_all_its_names(server, client):
     ],
 )
 def test_wrong_path_or_method_is_told_in_the_form_of_its_api(server, method, path, due):
-    status, headers, text = asked(server, method, path)
+    status, headers, text = server.ask(method, path)
     assert (status, headers.get("allow")) == due
     assert ("type" in json.loads(text)) == path.startswith("/v1/messages")
 
 
 def test_request_id_comes_back_and_stands_in_the_log(server):
     mine = {"X-Request-Id": "mine-1"}
-    _, headers, _ = asked(server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 2}, **mine)
+    _, headers, _ = server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2}, **mine)
     assert headers["x-request-id"] == headers["request-id"] == "mine-1"
-    assert asked(server, "GET", "/health")[1]["x-request-id"].startswith("req_")
+    assert server.ask("GET", "/health")[1]["x-request-id"].startswith("req_")
     server.idle_metrics()
     (line,) = [line.decode() for line in server.errors if b"id=mine-1" in line]
     for part in ("POST /v1/completions", "status=200", "prompt=1", "cached=0", "generated=2", "first=", "total="):
@@ -218,11 +208,10 @@ def test_request_id_comes_back_and_stands_in_the_log(server):
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_stream_of_a_long_prompt_says_how_far_it_is_read(path):
     """By a comment, and in Anthropic's form an event, while nothing else can be sent."""
-    what = "import sys; from kvpool.cli import main; from kvpool.serving import app; app.PING_SECONDS = 0.02; "
-    what += "sys.exit(main(sys.argv[1:]))"
+    often = "from kvpool.serving import app; app.PING_SECONDS = 0.02"
     body = {"max_tokens": 2, "stream": True}
     body |= {"input": "x" * 4000} if "responses" in path else {"messages": [{"role": "user", "content": "x" * 4000}]}
-    with Server("--num-blocks", "600", "--chunk", "16", program=("-c", what)) as one:
+    with Server("--num-blocks", "600", "--chunk", "16", patch=often) as one:
         status, text = one.raw(path, body)
     comments = [line for line in text.splitlines() if line.startswith(":")]
     read = [int(line.split()[1]) for line in comments if "prompt tokens are read" in line]
@@ -234,9 +223,9 @@ def test_page_of_another_origin_may_ask_if_it_is_allowed():
     page = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     with Server("--num-blocks", "40", "--allowed-origins", "https://chat.example,https://b.example") as one:
         for origin, is_allowed in (("https://chat.example", True), ("https://evil.example", False)):
-            status, headers, _ = asked(one, "OPTIONS", "/v1/chat/completions", **page | {"Origin": origin})
+            status, headers, _ = one.ask("OPTIONS", "/v1/chat/completions", **page | {"Origin": origin})
             assert (status == 200) == is_allowed == (headers.get("access-control-allow-origin") == origin)
-        headers = asked(one, "GET", "/health", Origin="https://b.example")[1]
+        headers = one.ask("GET", "/health", Origin="https://b.example")[1]
         assert headers["access-control-allow-origin"] == "https://b.example"
 
 
@@ -254,8 +243,7 @@ def test_options_of_the_server_are_the_defaults_of_requests(tmp_path):
 
 
 def test_request_that_is_not_http_is_counted(server):
-    host, _, port = server.address.partition(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with server.opened() as connection:
         connection.sendall(b"nonsense\r\n\r\n")
         assert connection.recv(12) == b"HTTP/1.1 400"
     assert server.metrics()['kvpool_http_answers_total{path="invalid",status="400"}'] == 1

@@ -2,20 +2,18 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
-from mlx_models import on_cpu
 from server_process import Server
+from test_serving_faults import make
 
-from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.errors import RequestRejected
-from kvpool.serving.runner import Runner
+from kvpool.serving.runner import Run, Runner
 
 PROMPT = {"prompt": "How long is a block?", "max_tokens": 40, "temperature": 0, "logit_bias": {"256": -100}}
 PLANTED = """
-import sys
 from kvpool.adapters.mlx_lm.engine import Engine
-from kvpool.cli import main
 
 run, count = Engine._run, iter(range(10**9))
 
@@ -26,14 +24,11 @@ def failing(self, step, requests):
     return run(self, step, requests)
 
 Engine._run = failing
-sys.exit(main(sys.argv[1:]))
 """
 
 NOT_FINITE = """
-import sys
 import mlx.core as mx
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.cli import main
 
 make = tiny.make
 
@@ -43,19 +38,15 @@ def damaged():
     return model, tokenizer
 
 tiny.make = damaged
-sys.exit(main(sys.argv[1:]))
 """
 
 STUCK = """
-import sys
-from kvpool.cli import main
-from kvpool.serving.runner import Runner
+from kvpool.serving.runner import Run, Runner
 
 async def stop(self):
     raise RuntimeError("planted")
 
 Runner.stop = stop
-sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -79,7 +70,7 @@ def crowd(server, count, body=PROMPT):
 
 
 def test_engine_that_fails_fails_what_ran_and_goes_on():
-    with Server("--num-blocks", "400", program=("-c", PLANTED.format(what="pass"))) as server:
+    with Server("--num-blocks", "400", patch=PLANTED.format(what="pass")) as server:
         text = server.post("/v1/completions", PROMPT)[1]["choices"][0]["text"]  # 40 of 60 steps
         found = crowd(server, 6)
         assert found.count(500) == 6, found
@@ -93,7 +84,7 @@ def test_engine_that_fails_fails_what_ran_and_goes_on():
 
 def test_engine_whose_pool_is_broken_ends_the_process_with_a_status_that_tells():
     what = "Engine.reset = None"
-    server = Server("--num-blocks", "400", program=("-c", PLANTED.format(what=what)))
+    server = Server("--num-blocks", "400", patch=PLANTED.format(what=what))
     found = crowd(server, 6)
     found += crowd(server, 1)
     server.process.wait(60)
@@ -103,7 +94,7 @@ def test_engine_whose_pool_is_broken_ends_the_process_with_a_status_that_tells()
 
 
 def test_logits_that_are_not_finite_are_an_error_of_that_request_alone_and_counted():
-    with Server("--num-blocks", "400", program=("-c", NOT_FINITE)) as server:
+    with Server("--num-blocks", "400", patch=NOT_FINITE) as server:
         due = server.post("/v1/completions", PROMPT)
         assert due[0] == 200
         bad = PROMPT | {"prompt": "a \x01 b"}
@@ -133,18 +124,13 @@ def test_logits_that_are_not_finite_are_an_error_of_that_request_alone_and_count
 
 @pytest.mark.long
 def test_signal_ends_the_process_though_its_engine_cannot_be_stopped():
-    status, errors = Server("--num-blocks", "100", program=("-c", STUCK)).stop()
+    status, errors = Server("--num-blocks", "100", patch=STUCK).stop()
     assert status != 0 and "planted" in errors
 
 
 def test_run_that_can_neither_begin_nor_be_taken_back_gets_its_error():
-    def make():
-        with on_cpu():
-            model, tokenizer = tiny.make()
-            return Engine(model, 64, tokenizer=tokenizer, max_waiting=1)
-
     async def program():
-        runner = Runner(make)
+        runner = Runner(partial(make, max_waiting=1))
         await runner.start()
         cancel = runner.engine.cancel
 
@@ -154,10 +140,10 @@ def test_run_that_can_neither_begin_nor_be_taken_back_gets_its_error():
 
         runner.engine.cancel = fails_once
         with pytest.raises(RequestRejected):
-            async with asyncio.timeout(60), runner.run([[1, 2], [3, 4]], False, {"max_tokens": 3}):
+            async with asyncio.timeout(60), Run(runner, [[1, 2], [3, 4]], False, {"max_tokens": 3}):
                 pass
         assert runner.engine.cancel is not fails_once
-        async with runner.run([[1, 2]], False, {"max_tokens": 3}) as run:
+        async with Run(runner, [[1, 2]], False, {"max_tokens": 3}) as run:
             assert [len(item.samples[0].tokens) async for _, item in run] == [3]
         return await runner.stop()
 
@@ -166,11 +152,6 @@ def test_run_that_can_neither_begin_nor_be_taken_back_gets_its_error():
 
 def test_call_that_fails_does_not_lose_those_behind_it():
     entered, released = threading.Event(), threading.Event()
-
-    def make():
-        with on_cpu():
-            model, tokenizer = tiny.make()
-            return Engine(model, 100, tokenizer=tokenizer)
 
     async def program():
         runner = Runner(make)
@@ -186,7 +167,7 @@ def test_call_that_fails_does_not_lose_those_behind_it():
             runner.engine.cancel = cancel
             raise OSError("planted")
 
-        async with runner.run([[1, 2]], False, {"max_tokens": 500}):
+        async with Run(runner, [[1, 2]], False, {"max_tokens": 500}):
             runner.engine.step, runner.engine.cancel = held, fails_once
             await asyncio.to_thread(entered.wait, 60)
         stopped = asyncio.create_task(runner.stop())

@@ -15,7 +15,7 @@ from mlx_models import on_cpu
 
 from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.adapters.mlx_lm.engine import Completion
-from kvpool.serving.runner import EngineFailed, Runner
+from kvpool.serving.runner import EngineFailed, Run, Runner
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # faults in generators
 STRIDE = int(os.environ.get("KVPOOL_FAULT_STRIDE", 331))
@@ -60,7 +60,7 @@ async def ask(runner, prompts, listens, options):
     """The tokens of all samples, or the word failed."""
     found = {}
     try:
-        async with runner.run(prompts, listens, ALL | options) as run:
+        async with Run(runner, prompts, listens, ALL | options) as run:
             async for number, item in run:
                 if isinstance(item, Completion):
                     found[number] = [sample.tokens.tolist() for sample in item.samples]
@@ -75,10 +75,10 @@ async def crowd(runner):
     return [one.result() if one.done() else "no answer" for one in asked]
 
 
-def make():
+def make(**options):
     with on_cpu():
         model, tokenizer = tiny.make()
-        return Engine(model, 200, tokenizer=tokenizer, prefill_chunk=16)
+        return Engine(model, 200, tokenizer=tokenizer, prefill_chunk=16, **options)
 
 
 async def harm(runner, at, error, due):

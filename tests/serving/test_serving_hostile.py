@@ -32,10 +32,9 @@ GOOD = {"prompt": "The block table maps", "max_tokens": 5, "temperature": 0}
 #: other processes of the machine cause no stalls. Memory is what libc has given out (Python asks it too, see `attack`):
 #: how much of it stays resident besides depends on which large bodies came together.
 WATCHED = """
-import asyncio, ctypes, gc, signal, sys, time
+import asyncio, ctypes, gc, signal
 import mlx.core as mx
 from kvpool.adapters.mlx_lm import engine
-from kvpool.cli import main
 from kvpool.serving import app, process, requests, runner
 
 stalls = [0.0, 0.0]
@@ -76,7 +75,6 @@ async def serve(*args, serve=process.serve):
 
 engine.Engine.step, process.serve = step, serve
 {planted}
-sys.exit(main(sys.argv[1:]))
 """
 #: Servers with one check less, or one fault more: one for each judge.
 PLANTED = {
@@ -193,7 +191,7 @@ def attack(count, planted=""):
     """Send so many requests to one server, and say what came of it. `planted` is of `PLANTED`."""
     program = WATCHED.format(planted=PLANTED.get(planted, ""))
     options = ("--num-blocks", "3000", "--max-waiting", "100000")
-    server = Server(*options, program=("-c", program), PYTHONMALLOC="malloc")
+    server = Server(*options, patch=program, PYTHONMALLOC="malloc")
     found = {"wrong": [], "statuses": {}, "grown": 0, "good": 0.0}
     try:
         due = server.post("/v1/completions", GOOD)[1]["choices"][0]["text"]

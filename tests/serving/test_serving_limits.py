@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import threading
 import time
 from collections import Counter
@@ -53,10 +52,7 @@ def asking(server, body, path="/v1/chat/completions", held=0, key="one"):
     """Open a connection and send a request, without its last `held` bytes. Nobody reads the answer."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {server.address}\r\nAuthorization: Bearer {key}\r\n"
-    host, _, port = server.address.partition(":")
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect((host, int(port)))
+    with server.opened() as connection:
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data[: len(data) - held])
         yield connection
@@ -199,12 +195,10 @@ def test_connection_is_closed_after_a_body_with_two_lengths(server, body):
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.address}\r\nx-api-key: one\r\n"
     head += "Content-Type: application/json"
-    host, _, port = server.address.partition(":")
     chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
     hidden = f"GET /v1/models HTTP/1.1\r\nHost: {server.address}\r\nx-api-key: one\r\n\r\n".encode()
     for lengths, answers in ((f"Content-Length: {len(chunk)}\r\nTransfer-Encoding: chunked", 1), (TE, 2)):
-        with socket.create_connection((host, int(port))) as connection:
-            connection.settimeout(300)
+        with server.opened() as connection:
             connection.sendall(f"{head}\r\n{lengths}\r\n\r\n".encode() + chunk + hidden)
             text = b""
             while text.count(b"HTTP/1.1 ") < 2 and (more := connection.recv(2**16)):
@@ -215,28 +209,25 @@ def test_connection_is_closed_after_a_body_with_two_lengths(server, body):
 
 TE = "Transfer-Encoding: chunked"
 HELD = """
-import os, sys, time
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.cli import main
 
 class Held(TokenizerWrapper):
     def encode(self, text):
         os.write(2, f"reads {text}\\n".encode())  # whole lines, also from two threads at a time
-        while text == "slow" and not os.path.exists(sys.argv[-1]):
+        while text == "slow" and not os.path.exists(os.environ["GO"]):
             time.sleep(0.01)
         return self._tokenizer.encode(text)
 
 make = tiny.make
 tiny.make = lambda: (make()[0], Held(tiny.byte_tokenizer()))
-sys.exit(main(sys.argv[1:-1]))
 """
 
 
 @pytest.mark.long
 def test_requests_at_the_tokenizer_end_with_their_clients_and_are_counted(tmp_path):
     path, statuses = "/v1/completions", []
-    with Server("--num-blocks", "400", "--max-waiting", "3", str(tmp_path / "go"), program=("-c", HELD)) as one:
+    with Server("--num-blocks", "400", "--max-waiting", "3", patch=HELD, GO=str(tmp_path / "go")) as one:
         threads = [
             threading.Thread(target=lambda text=text: statuses.append(one.post(path, SHORT | {"prompt": text})[0]))
             for text in ("slow", "slow", "quick")
@@ -280,7 +271,7 @@ def test_connection_is_busy_while_its_request_is_answered(address):
     line = SimpleNamespace(get_extra_info=facts.get, get_write_buffer_size=lambda: 0)
     with asyncio.Runner() as runner:
         connection = process._Connection(config, ServerState(), {}, runner.get_loop())
-        connection.service, connection.most, connection.all = SimpleNamespace(peers=Counter()), 9, {}
+        connection.service, connection.most = SimpleNamespace(peers=Counter()), 9
         connection.connection_made(line)
         assert not connection.is_busy
         connection.service.peers[address[:2]] += 1  # as the scope of its request names it

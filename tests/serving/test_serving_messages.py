@@ -2,17 +2,18 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from mlx_models import on_cpu
 from server_process import Server
+from test_serving_endings import ITSELF, completion
 
 from kvpool.adapters.mlx_lm import Engine, tiny
-from kvpool.adapters.mlx_lm.engine import Completion
 from kvpool.serving import app
 from kvpool.serving.messages import MessageAnswer
 from kvpool.serving.requests import ChatRequest
+from kvpool.serving.runner import Run
 from kvpool.serving.speech import CLOSES, NAMED, OPENS, Manner
 
 SYSTEM = [{"type": "text", "text": "Answer in slots.", "cache_control": {"type": "ephemeral"}}]
@@ -58,21 +59,12 @@ def test_stop_sequence_that_came_is_named(messenger, say):
 CHAT = ChatRequest.of({"messages": ASKED})
 
 
-class Ended:
+def ended(text):
     """A run that is over, with this text."""
-
-    def __init__(self, text):
-        output = SimpleNamespace(num_cached=0, index=0)
-        self.sample = SimpleNamespace(text=text, output=output, tokens=[1], finish_reason="eos", stop=None)
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *exc):
-        pass
-
-    async def __aiter__(self):
-        yield 0, Completion("a", [self.sample], [])
+    run = Run(Mock(is_stopping=False), [[1]], False, {})
+    run.put(None)
+    run.put((0, completion(text, ITSELF)))
+    return run
 
 
 @pytest.mark.parametrize(
@@ -87,7 +79,7 @@ class Ended:
     ids=lambda one: str(one)[:20],
 )
 def test_call_is_an_object_of_json_whatever_the_model_has_written(arguments, due):
-    run = Ended(OPENS + "f" + NAMED + arguments + CLOSES)
+    run = ended(OPENS + "f" + NAMED + arguments + CLOSES)
     response = asyncio.run(app._whole(run, MessageAnswer("tiny", CHAT, 3, Manner(by_grammar=True))))
     (block,) = json.loads(response.body)["content"]
     assert response.status_code == 200 and block["name"] == "f" and block["input"] == due
@@ -96,7 +88,7 @@ def test_call_is_an_object_of_json_whatever_the_model_has_written(arguments, due
 def test_answer_that_cannot_be_told_does_not_blame_the_client(monkeypatch):
     monkeypatch.setattr(MessageAnswer, "whole", lambda self, completions: json.loads("{"))
     with pytest.raises(json.JSONDecodeError):  # not `Refused`
-        asyncio.run(app._whole(Ended("a"), MessageAnswer("tiny", CHAT, 3, Manner())))
+        asyncio.run(app._whole(ended("a"), MessageAnswer("tiny", CHAT, 3, Manner())))
 
 
 def wants(schema):

@@ -17,15 +17,14 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
-from server_process import Server
+from server_process import PATCHED, Server
 
 from kvpool.serving import process as serving
 
 ENDLESS = {"max_tokens": 6000, "logit_bias": {"256": -100}, "prompt": "go on", "stream": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SET = """
-import socket, sys
-from kvpool.cli import main
+import socket
 from kvpool.serving import process, runner
 
 def listen(host, port, listen=process.listen):
@@ -34,42 +33,27 @@ def listen(host, port, listen=process.listen):
     return found
 
 process.listen = listen
-{what}
-sys.exit(main(sys.argv[1:]))
 """
 LOADS = """
-import sys, time
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.cli import main
 
 def make():
     print("in make", file=sys.stderr, flush=True)
     time.sleep(600)
 
 tiny.make = make
-sys.exit(main(sys.argv[1:]))
 """
 
 
 def told(what):
-    """Arguments of Python that serve with other constants. The system keeps few bytes of an answer."""
-    return "-c", SET.format(what=what)
-
-
-def opened(server):
-    """A connection that holds few bytes nobody has read."""
-    host, _, port = server.address.partition(":")
-    connection = socket.socket()
-    connection.settimeout(60)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect((host, int(port)))
-    return connection
+    """Python that serves with other constants. The system keeps few bytes of an answer."""
+    return SET + what
 
 
 def streaming(server, body=ENDLESS):
     """A connection whose answer has begun. Nobody reads more of it than its first bytes."""
     data = json.dumps(body).encode()
-    connection = opened(server)
+    connection = server.opened()
     connection.sendall(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
     assert connection.recv(12) == b"HTTP/1.1 200"
     return connection
@@ -82,8 +66,8 @@ def read_to_the_end(connection):
 @pytest.mark.long
 @pytest.mark.parametrize("begun", [b"", b"G", HEAD, HEAD + b"Content-Length: 2\r\n"], ids=len)
 def test_connection_without_a_request_is_closed(begun):
-    with Server("--num-blocks", "40", program=told("process.HEAD_SECONDS = 0.5")) as server:
-        with opened(server) as connection:
+    with Server("--num-blocks", "40", patch=told("process.HEAD_SECONDS = 0.5")) as server:
+        with server.opened() as connection:
             for byte in begun:
                 connection.sendall(bytes([byte]))
             assert read_to_the_end(connection) == b""
@@ -95,10 +79,10 @@ def test_connection_without_a_request_is_closed(begun):
 
 @pytest.mark.long
 def test_request_longer_than_the_time_between_two_keeps_its_connection():
-    with Server("--num-blocks", "400", program=told("process.HEAD_SECONDS = 0.2")) as server:
+    with Server("--num-blocks", "400", patch=told("process.HEAD_SECONDS = 0.2")) as server:
         body = json.dumps(ENDLESS | {"max_tokens": 200, "stream": False}).encode()
         one = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-        with opened(server) as connection:
+        with server.opened() as connection:
             connection.sendall(one + one + one)  # uvicorn reads the second after the first is answered
             begin, found = time.monotonic(), b""
             while found.count(b'"usage"') < 3:
@@ -110,11 +94,11 @@ def test_request_longer_than_the_time_between_two_keeps_its_connection():
 
 @pytest.mark.long
 def test_connection_beyond_all_places_closes_the_one_that_idles_longest():
-    with Server("--num-blocks", "40", "--max-connections", "2", program=told("process.SPARE = 3")) as server:
+    with Server("--num-blocks", "40", "--max-connections", "2", patch=told("process.SPARE = 3")) as server:
         with contextlib.ExitStack() as stack:
             ends = []
             for _ in range(12):
-                connection = stack.enter_context(opened(server))
+                connection = stack.enter_context(server.opened())
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n")
                 ends.append(connection)
@@ -135,10 +119,10 @@ def test_connection_beyond_all_places_closes_the_one_that_idles_longest():
 def test_connection_beyond_all_places_is_closed_if_the_others_are_busy():
     patient = told("process.SPARE, process.HEAD_SECONDS = 0, 600")  # it is not closed because it sends nothing
     with (
-        Server("--num-blocks", "3000", "--max-connections", "2", program=patient) as server,
+        Server("--num-blocks", "3000", "--max-connections", "2", patch=patient) as server,
         streaming(server),
         streaming(server),
-        opened(server) as newest,
+        server.opened() as newest,
     ):
         assert newest.recv(1) == b""
 
@@ -149,7 +133,7 @@ def full():
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server("--num-blocks", "3000", "--max-connections", "2"))
         for _ in range(8):
-            stack.enter_context(opened(server))
+            stack.enter_context(server.opened())
         yield server, [stack.enter_context(streaming(server)) for _ in range(2)]
 
 
@@ -190,13 +174,13 @@ def test_server_short_of_files_answers_all_clients_in_few_words():
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (files + 10, files + 10))
         held = [stack.enter_context(streaming(server)) for _ in range(3)]
         for _ in range(60):
-            stack.enter_context(opened(server))
+            stack.enter_context(server.opened())
         for _ in range(5):
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
             assert server.get("/health")[0] == 200
         assert all(connection.recv(100) for connection in held), "streams go on"
         for _ in range(20):  # it stops while connections have to wait
-            stack.enter_context(opened(server))
+            stack.enter_context(server.opened())
     errors = b"".join(server.errors)
     assert errors.count(b"Too many open files") == 1 and len(errors) < 2000, errors[-2000:]
 
@@ -204,7 +188,7 @@ def test_server_short_of_files_answers_all_clients_in_few_words():
 def test_retry_to_accept_is_a_fault_unless_the_server_has_closed_its_socket():
     """asyncio retries a second after files were short."""
     told, sock = [], socket.socket()
-    loop, handle = SimpleNamespace(default_exception_handler=told.append), serving._shortage(sock)
+    loop, handle = SimpleNamespace(default_exception_handler=told.append), serving._shortage(sock, set())
     error = ValueError("Invalid file descriptor: -1")
     retry = {"message": "Exception in callback BaseSelectorEventLoop._start_serving()", "exception": error}
     other = {"message": "Exception in callback told()", "exception": error}
@@ -224,23 +208,21 @@ def test_retry_to_accept_is_a_fault_unless_the_server_has_closed_its_socket():
         (100, 100, 1024, 1, None),
         (2048, resource.RLIM_INFINITY, 8000, 8000, 8128),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8000, 8000, None),
+        (256, resource.RLIM_INFINITY, 1024, 256 - 2 * serving.SPARE, "refused"),
     ],
 )
 def test_connections_are_as_many_as_there_are_files(monkeypatch, soft, hard, wanted, allowed, raised):
     limits = [(soft, hard)]
+
+    def limited(kind, both):
+        if raised == "refused":
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(both)
+
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    monkeypatch.setattr(resource, "setrlimit", limited)
     assert serving.allowed_connections(wanted) == allowed
-    assert limits[1:] == ([] if raised is None else [(raised, hard)])
-
-
-def test_limit_of_files_that_cannot_be_raised_is_kept(monkeypatch):
-    def refused(kind, both):
-        raise ValueError("current limit exceeds maximum limit")
-
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
-    monkeypatch.setattr(resource, "setrlimit", refused)
-    assert serving.allowed_connections(1024) == 256 - 2 * serving.SPARE
+    assert limits[1:] == ([(raised, hard)] if type(raised) is int else [])
 
 
 @pytest.mark.long
@@ -251,7 +233,7 @@ def test_more_connections_than_files_are_said_at_the_start():
 
 @pytest.mark.long
 def test_stream_whose_client_falls_behind_ends():
-    with Server("--num-blocks", "3000", program=told("runner.UNREAD = 500")) as server:
+    with Server("--num-blocks", "3000", patch=told("runner.UNREAD = 500")) as server:
         with streaming(server, ENDLESS | {"n": 16, "logprobs": 20}) as connection:
             while not server.metrics()["kvpool_requests_cancelled_total"]:
                 time.sleep(0.02)
@@ -261,10 +243,10 @@ def test_stream_whose_client_falls_behind_ends():
 
 @pytest.mark.long
 def test_answer_that_is_not_read_does_not_keep_its_connection():
-    with Server("--num-blocks", "3000", program=told("process.READ_SECONDS = 0.3")) as server:
+    with Server("--num-blocks", "3000", patch=told("process.READ_SECONDS = 0.3")) as server:
         body = ENDLESS | {"max_tokens": 400, "logprobs": 20, "stream": False}
         data = json.dumps(body).encode()
-        with opened(server) as connection:
+        with server.opened() as connection:
             connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
             while not server.metrics().get('kvpool_http_answers_total{path="/v1/completions",status="200"}'):
                 time.sleep(0.05)
@@ -283,7 +265,7 @@ def test_answer_that_is_not_read_does_not_keep_its_connection():
 def test_garbage_after_an_answer_has_begun_closes_the_connection_quietly(half):
     with Server("--num-blocks", "400") as server:
         data = json.dumps(ENDLESS).encode()
-        with opened(server) as connection:
+        with server.opened() as connection:
             chunk = b"%x\r\n%s\r\n" % (len(data), data)
             connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + half)
             with contextlib.suppress(ConnectionError):
@@ -296,7 +278,7 @@ def test_garbage_after_an_answer_has_begun_closes_the_connection_quietly(half):
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_the_model_loads_ends_the_process_at_once(number):
-    command = [sys.executable, "-c", LOADS, "serve", "--model", "tiny", "--port", "0"]
+    command = [sys.executable, "-c", PATCHED.format(LOADS), "serve", "--model", "tiny", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert "loading tiny" in process.stderr.readline() and "in make" in process.stderr.readline()
     process.send_signal(number)
@@ -310,8 +292,8 @@ def test_signal_while_the_model_loads_ends_the_process_at_once(number):
     [(signal.SIGTERM, "0"), (signal.SIGINT, "0"), (signal.SIGHUP, "0"), (signal.SIGTERM, "0.5")],
 )
 def test_requests_that_outlive_their_grace_get_an_error(number, grace):
-    program = told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)")  # tests may run under nohup
-    with Server("--num-blocks", "400", "--grace", grace, "--max-running", "1", program=program) as server:
+    patch = told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)")  # tests may run under nohup
+    with Server("--num-blocks", "400", "--grace", grace, "--max-running", "1", patch=patch) as server:
         whole, body = [], ENDLESS | {"stream": False}
         waits = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", body)))
         with streaming(server) as connection:
@@ -332,26 +314,32 @@ def test_requests_that_outlive_their_grace_get_an_error(number, grace):
 @pytest.mark.long
 def test_server_under_nohup_serves_when_its_terminal_closes():
     with Server(
-        "--num-blocks", "40", program=told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)")
+        "--num-blocks", "40", patch=told("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)")
     ) as server:
         server.process.send_signal(signal.SIGHUP)
         for _ in range(3):
             assert server.get("/ready")[0] == 200
 
 
+def logging_to(write):
+    """A server that logs to a pipe, and a function that waits for its address."""
+    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write)
+    os.close(write)
+    return process, lambda: urlsplit(json.loads(process.stdout.readline())["url"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_server_whose_words_nobody_reads_serves_and_ends_as_others(when):
-    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", "--json"]
     read, write = os.pipe()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write)
-    os.close(write)
+    process, address = logging_to(write)
     if when == "at once":
         os.close(read)
-    url = json.loads(process.stdout.readline())["url"]
+    port = address().port
     if when == "later":
         os.close(read)
-    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(b"nonsense\r\n\r\n")  # uvicorn logs it
         assert connection.recv(12) == b"HTTP/1.1 400"
     process.send_signal(signal.SIGTERM)
@@ -361,13 +349,10 @@ def test_server_whose_words_nobody_reads_serves_and_ends_as_others(when):
 
 @pytest.mark.long
 def test_server_whose_log_fills_its_pipe_serves_and_ends_as_others():
-    command = [sys.executable, "-m", "kvpool", "serve", "--model", "tiny", "--port", "0", "--json"]
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write)
-    os.close(write)
-    address = urlsplit(json.loads(process.stdout.readline())["url"]).netloc
-    connection = http.client.HTTPConnection(address, timeout=60)
+    process, address = logging_to(write)
+    connection = http.client.HTTPConnection(address().netloc, timeout=60)
     for _ in range(200):  # some 50 bytes each
         connection.request("GET", "/nowhere")
         response = connection.getresponse()
@@ -382,7 +367,7 @@ def test_server_whose_log_fills_its_pipe_serves_and_ends_as_others():
 @pytest.mark.long
 def test_body_that_never_comes_ends_with_the_grace():
     with Server("--num-blocks", "40", "--grace", "0") as server:
-        with opened(server) as connection:
+        with server.opened() as connection:
             connection.sendall(HEAD + b"Content-Length: 2\r\n\r\n")
             for _ in range(3):
                 server.get("/health")

@@ -66,14 +66,9 @@ def test_tenant_fills_its_share_of_the_queue_only(server):
         for count in range(1, 7):
             stack.enter_context(asking(server, ENDLESS))
             wait_for(server, waiting=count)
-        connection = server.connect()
-        connection.request(
-            "POST", "/v1/completions", json.dumps(TEXT), as_tenant("three") | {"Content-Type": "application/json"}
-        )
-        response = connection.getresponse()
-        assert response.status == 429 and 1 <= int(response.getheader("Retry-After")) <= 60
-        assert json.loads(response.read())["error"]["code"] == "queue_full"
-        connection.close()
+        status, headers, text = server.ask("POST", "/v1/completions", TEXT, **as_tenant("three"))
+        assert status == 429 and 1 <= int(headers["Retry-After"]) <= 60
+        assert json.loads(text)["error"]["code"] == "queue_full"
         many = TEXT | {"prompt": ["a"] * 9}
         assert server.post("/v1/completions", many, **KEY)[0] == 400, "it would never find so many places"
         both = TEXT | {"prompt": ["a", "b"], "timeout": 300}

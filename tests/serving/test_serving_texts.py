@@ -4,18 +4,21 @@ import asyncio
 import contextlib
 import functools
 import random
+import signal
 import sys
 import threading
 import time
 import unicodedata
 
 import pytest
+from anyio import to_process
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from server_process import Server
 from small_tokenizers import KINDS, TEXT, tokenizer_of
 from test_serving_limits import HELD, asking, settled
 
 from kvpool.adapters.mlx_lm import tiny
+from kvpool.serving import texts as serving
 from kvpool.serving.texts import NFC, Processes, Threads, Turns, most_bytes, shared
 
 TOKENIZER = TokenizerWrapper(tiny.byte_tokenizer())
@@ -34,16 +37,16 @@ def in_a_loop(test):
 
 
 async def worked(turns, tenant, cost, running, log):
-    """Take a place for some turns of the loop."""
-    await turns.enter(tenant, cost)
-    running.append(tenant)
-    log.append((tenant, cost, list(running)))
-    try:
+    """Hold a place for some turns of the loop."""
+
+    async def work():
+        running.append(tenant)
+        log.append((tenant, cost, list(running)))
         for _ in range(3):
             await asyncio.sleep(0)
-    finally:
         running.remove(tenant)
-        turns.leave(tenant)
+
+    await turns.hold(tenant, cost, work)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -74,11 +77,11 @@ def test_tenants_that_wait_get_their_shares_and_no_more_places_than_there_are(se
 def test_tenant_that_comes_late_goes_before_a_flood_and_saves_nothing_up():
     order = []
 
-    async def one(turns, tenant, cost=1.0):
-        await turns.enter(tenant, cost)
-        order.append(tenant)
-        await asyncio.sleep(0)
-        turns.leave(tenant)
+    def one(turns, tenant, cost=1.0):
+        async def work():
+            order.append(tenant)
+
+        return turns.hold(tenant, cost, work)
 
     async def run():
         turns = Turns(1, 1, {})
@@ -103,9 +106,10 @@ async def test_places_come_back_whenever_a_request_is_cancelled(seed):
         if rng.random() < 0.7:
             rng.choice(tasks).cancel()
         await asyncio.sleep(0)
-    assert not running
+    both = asyncio.Barrier(2)
     async with asyncio.timeout(60):
-        await asyncio.gather(turns.enter("a", 1), turns.enter("b", 1))
+        await asyncio.gather(*(turns.hold(tenant, 1, both.wait) for tenant in "ab"))
+    assert not running
 
 
 @in_a_loop
@@ -116,7 +120,7 @@ async def test_thread_keeps_its_place_until_the_call_ends():
         begun.set()
         go.wait()
 
-    place = Threads("test", 1, 1, {})
+    place = Threads(1, 1, {})
     first = asyncio.create_task(place.run(None, 1, slow))
     await asyncio.to_thread(begun.wait)
     first.cancel()
@@ -153,25 +157,25 @@ def texts(seed, count=40):
     return ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(count)]
 
 
+def processes(tokenizer, places):
+    """Processes, of which a tenant may have one."""
+    return Processes(shared(tokenizer), tokenizer.split_special_tokens, places, 1, {})
+
+
 @pytest.mark.parametrize("kind", ["byte pairs", "pieces", "words"])
 @in_a_loop
 async def test_process_makes_the_tokens_that_the_tokenizer_makes(kind):
     tokenizer = tokenizer_of(kind)
-    async with opened(tokenizer, 1, 1) as processes:
-        for text in [*texts(kind), " ".join(texts(kind)) * 50, "a"]:
-            for special in (True, False):
-                found = await processes.run(None, 1, text, special)
-                assert found.tolist() == tokenizer.encode(text, add_special_tokens=special)
+    place = processes(tokenizer, 1)
+    for text in [*texts(kind), " ".join(texts(kind)) * 50, "a"]:
+        for special in (True, False):
+            found = await place.run(None, 1, text, special)
+            assert found.tolist() == tokenizer.encode(text, add_special_tokens=special)
 
 
-@contextlib.asynccontextmanager
-async def opened(tokenizer, places, most):
-    """Processes that are closed at the end."""
-    processes = Processes(shared(tokenizer), tokenizer.split_special_tokens, places, most, {})
-    try:
-        yield processes
-    finally:
-        await processes.close()
+def started():
+    """The processes that this event loop has."""
+    return set(to_process._process_pool_workers.get(()))
 
 
 async def until(is_so):
@@ -181,102 +185,71 @@ async def until(is_so):
             await asyncio.sleep(0.01)
 
 
-@in_a_loop
-async def test_process_whose_text_nobody_wants_is_killed_and_others_go_on():
-    async with opened(TOKENIZER, 2, 1) as processes:
-        assert (await processes.run("a", 1, "one", True)).tolist() == TOKENIZER.encode("one")
-        await until(lambda: all(reader.seconds for reader in processes._all))
-        before = list(processes._all)
-        for reader in before:
-            reader.seconds = 0.01
-        job = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
-        waits = asyncio.create_task(processes.run("a", 1, "two", True))
-        await until(lambda: any(reader.is_reading for reader in before))
-        assert (await processes.run("b", 1, "three", True)).tolist() == TOKENIZER.encode("three")
+@pytest.mark.parametrize("patience", [0.01, 3600])
+def test_process_whose_text_nobody_wants_is_killed_unless_it_ends_it_soon_and_others_go_on(monkeypatch, patience):
+    monkeypatch.setattr(serving, "LOADS", patience)
+
+    async def run():
+        place = processes(TOKENIZER, 2)
+        assert (await place.run("a", 1, "one", True)).tolist() == TOKENIZER.encode("one")
+        (first,) = started()
+        job = asyncio.create_task(place.run("a", 1, "a " * 1_000_000, True))
+        waits = asyncio.create_task(place.run("a", 1, "two", True))
+        await asyncio.sleep(0.2)
+        first.send_signal(signal.SIGSTOP)  # it has not ended its text when nobody wants it any more
+        assert (await place.run("b", 1, "three", True)).tolist() == TOKENIZER.encode("three")
         assert not job.done() and not waits.done(), "b has a process of its own"
         job.cancel()
+        if patience == 3600:
+            await asyncio.sleep(0.1)
+            first.send_signal(signal.SIGCONT)
         assert (await waits).tolist() == TOKENIZER.encode("two")
-        await until(lambda: sum(reader._process.returncode is not None for reader in before) == 1)
-        assert len(processes._all - set(before)) == 1
+        assert (first in started()) == (patience == 3600)
+        return first
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)).returncode is not None
 
 
 @in_a_loop
-async def test_process_that_can_end_its_text_before_another_one_loads_is_kept():
-    async with opened(TOKENIZER, 1, 1) as processes:
-        await processes.run("a", 1, "one", True)
-        (reader,) = processes._all
-        assert reader.seconds > 0
-        reader.seconds = 3600.0
-        for tenant in "aaab":
-            job = asyncio.create_task(processes.run(tenant, 1, "a " * 100_000, True))
-            await until(lambda: reader.is_reading)
-            job.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await job
-            assert (await processes.run("b", 1, "two", True)).tolist() == TOKENIZER.encode("two")
-        assert processes._all == {reader} and reader._process.returncode is None
-
-
-@in_a_loop
-async def test_text_that_nobody_wants_before_its_process_has_loaded_is_not_read():
-    """Its process is none that must be killed."""
-    async with opened(TOKENIZER, 1, 1) as processes:
-        job = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
-        await until(lambda: processes._all)
-        (reader,) = processes._all
-        job.cancel()
-        assert (await processes.run("b", 1, "two", True)).tolist() == TOKENIZER.encode("two")
-        assert processes._all == {reader}
-
-
-@in_a_loop
-async def test_process_that_dies_idle_or_does_not_start_fails_no_later_text(monkeypatch):
-    start = asyncio.create_subprocess_exec
-
-    async def fails(*arguments, **options):
-        raise OSError(24, "Too many open files")
-
-    async with opened(TOKENIZER, 1, 1) as processes:
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", fails)
-        with pytest.raises(OSError, match="Too many open files"):
-            await processes.run("a", 1, "one", True)
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-        for text in "ab":
-            assert (await processes.run("a", 1, text, True)).tolist() == TOKENIZER.encode(text)
-            await until(lambda: all(reader.seconds for reader in processes._all))
-            for reader in (killed := list(processes._all)):
-                reader._process.kill()  # as the system does
-            await until(lambda: all(reader._process.returncode is not None for reader in killed))
-
-
-@in_a_loop
-async def test_closed_processes_start_no_other_one(monkeypatch):
-    start, made = asyncio.create_subprocess_exec, []
+async def test_process_whose_text_nobody_wants_loads_on_without_it(monkeypatch):
+    made, start = [], to_process.open_process
 
     async def noted(*arguments, **options):
         made.append(await start(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
-    processes = Processes(shared(TOKENIZER), False, 2, 1, {})
-    await processes.run("a", 1, "one", True)
-    reads = asyncio.create_task(processes.run("a", 1, "a " * 2_000_000, True))
-    waits = asyncio.create_task(processes.run("a", 1, "two", True))
-    await until(lambda: any(reader.is_reading for reader in processes._all))
-    await processes.close()
-    for job in (reads, waits, processes.run("b", 1, "three", True)):
-        with pytest.raises(ChildProcessError):
-            await job
-    await asyncio.sleep(0.1)
-    assert len(made) == 2 and all(process.returncode is not None for process in made)
-    begins = Processes(shared(TOKENIZER), False, 1, 1, {})
-    job = asyncio.create_task(begins.run("a", 1, "one", True))
-    await until(lambda: begins._all)
-    async with asyncio.timeout(60):
-        await begins.close()
+    monkeypatch.setattr(to_process, "open_process", noted)
+    monkeypatch.setattr(serving, "LOADS", 0)
+    place = processes(TOKENIZER, 1)
+    job = asyncio.create_task(place.run("a", 1, "a " * 1_000_000, True))
+    await until(lambda: made)
+    job.cancel()
+    assert (await place.run("b", 1, "two", True)).tolist() == TOKENIZER.encode("two")
+    assert len(made) == 1
+
+
+@in_a_loop
+async def test_process_that_dies_or_does_not_start_fails_no_later_text(monkeypatch):
+    async def fails(*arguments, **options):
+        raise OSError(24, "Too many open files")
+
+    place = processes(TOKENIZER, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(to_process, "open_process", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            await place.run("a", 1, "one", True)
+    for text in "ab":
+        assert (await place.run("a", 1, text, True)).tolist() == TOKENIZER.encode(text)
+        (process,) = started()
+        process.kill()  # as the system does
+        await process.wait()
+    job = asyncio.create_task(place.run("a", 1, "a " * 2_000_000, True))
+    await until(lambda: started() - {process})
+    for process in started():
+        process.kill()
     with pytest.raises(ChildProcessError):
         await job
-    assert all(process.returncode is not None for process in made)
+    assert (await place.run("a", 1, "b", True)).tolist() == TOKENIZER.encode("b")
 
 
 def test_tokenizer_with_code_of_its_own_is_not_copied():
@@ -325,7 +298,7 @@ def test_text_has_at_most_so_many_bytes_for_a_byte_of_its_nfc():
 @pytest.mark.long
 def test_short_texts_of_a_tenant_hold_no_other_one_up(tmp_path):
     keys, body = ("--api-key", "one", "--api-key", "two"), {"prompt": "slow", "max_tokens": 1}
-    path, server = "/v1/completions", Server(*keys, str(tmp_path / "go"), program=("-c", HELD))
+    path, server = "/v1/completions", Server(*keys, patch=HELD, GO=str(tmp_path / "go"))
     with server, asking(server, body, path, key="one"), asking(server, body, path, key="one"):
         while server.errors.count(b"reads slow\n") < 1:
             time.sleep(0.01)
@@ -388,9 +361,10 @@ def test_long_texts_of_a_tenant_hold_no_other_one_up_and_end_with_their_clients(
             connection = stack.enter_context(asking(server, huge, COUNT, key="one"))
             connection.setblocking(False)
             sent.append(connection)
-        before = children(server)
         for _ in range(2):
             assert server.post(COUNT, long, **{"x-api-key": "two"}) == due
+        before = children(server)
+        assert len(before) == 2
         for _ in range(3000):  # until one reads, which takes seconds of CPU time
             if max(used - before[child] for child, used in children(server).items()) > 0.5:
                 break
@@ -399,9 +373,9 @@ def test_long_texts_of_a_tenant_hold_no_other_one_up_and_end_with_their_clients(
             with pytest.raises(BlockingIOError):
                 connection.recv(1)
     for _ in range(3000):  # a process is killed in the middle of a text
-        if len(gone := before.keys() - children(server).keys()) == 1:
+        if len(children(server)) == 1:
             break
         time.sleep(0.01)
-    assert len(gone) == 1 and len(children(server)) == 2
+    assert len(before.keys() - children(server).keys()) == 1
     assert server.post(COUNT, long, **{"x-api-key": "one"}) == due
     assert sum(children(server).values()) < 60, "nobody reads on what was sent"

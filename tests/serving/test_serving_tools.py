@@ -35,9 +35,7 @@ OURS = [
     {"name": "clock-2.0", "input_schema": {"type": "object", "additionalProperties": False}},
 ]
 THINKS = """
-import sys
 from kvpool.adapters.mlx_lm import tiny
-from kvpool.cli import main
 
 make = tiny.make
 
@@ -49,13 +47,12 @@ def thinking():
     return model, tokenizer
 
 tiny.make = thinking
-sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.fixture(scope="module", params=tokenized_models.KINDS)
 def server(request):
-    how = {"program": ("-c", THINKS)} if request.param == "bytes" else {"model": tokenized_models.folder(request.param)}
+    how = {"patch": THINKS} if request.param == "bytes" else {"model": tokenized_models.folder(request.param)}
     with Server("--num-blocks", "600", "--kv-block-size", "8", "--name", "tiny", **how) as one:
         one.kind = request.param
         yield one
