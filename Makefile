@@ -140,7 +140,7 @@ $(VENV)/built: $(VENV)/made pyproject.toml setup.py $(SOURCES)
 
 # kvpool is installed: these add what its extras need.
 $(VENV)/demo: pyproject.toml $(wildcard kvpool_backends/mlx/native/*.cpp kvpool_backends/mlx/native/*.h) | $(VENV)/built
-	@echo "==> installing mlx, mlx-lm, the server and what pictures are drawn with"
+	@echo "==> installing mlx, mlx-lm, the server, matplotlib and rich"
 	$(PIP) "kvpool[demo]"
 	@[ "$$(uname)" != Darwin ] || $(PY) -m kvpool_backends.mlx.native build || echo "==> going on without the extension"
 	@touch $@

@@ -62,7 +62,7 @@ def count_lines(root: Path, paths: list[Path]) -> int:
 
 
 def count_statements(root: Path, paths: list[Path]) -> int:
-    """Statements of those that are Python."""
+    """Return the number of statements in the Python files among `paths`."""
     trees = (ast.parse(text_of(root / path)) for path in paths if path.suffix == ".py")
     return sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree))
 
@@ -258,15 +258,17 @@ def measure(root: Path) -> dict[str, object]:
 
 
 def checkout(text: str) -> Path:
-    """The folder of an argument."""
+    """Return the folder that an argument names, which has to be a checkout."""
     if not Path(text, ".git").exists():
         raise argparse.ArgumentTypeError(f"{text} is no checkout of a git repository")
     return Path(text).resolve()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.house", description=str(__doc__).splitlines()[0])
-    parser.add_argument("root", metavar="CHECKOUT", type=checkout, nargs="?", default=".")
+    about = "How large and how entangled the tree is."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.house", description=about)
+    where = "folder of a git repository (default: the current one)"
+    parser.add_argument("root", metavar="CHECKOUT", type=checkout, nargs="?", default=".", help=where)
     ROOT = parser.parse_args().root
     for key, value in measure(ROOT).items():
         print(f"{key:<40} {value}")

@@ -45,7 +45,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The case in words."""
         return f"{self.dtype} {self.batch} x {tokens(self.context)}, {self.group} query heads per KV head"
 
 
@@ -98,7 +98,7 @@ def seconds(case: Case, repetitions: int) -> tuple[float, float]:
 
 
 def sweep(cases: Sequence[Case]) -> dict[str, int]:
-    """The constants of the kernels with which these cases take least, each chosen while the others stay.
+    """Return the constants of the kernels with which these cases take least, each chosen while the others stay.
 
     Write them to a file and name it in ``KVPOOL_METAL_SETTINGS``.
     """
@@ -134,7 +134,7 @@ def contestant(name: str, build: Callable[[], Any], layers: int) -> Contestant:
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
-    """MLX's own for q ``[B, Hq, D]``, k and v ``[B, Hk, C, D]``."""
+    """MLX's own attention for q ``[B, Hq, D]``, k and v ``[B, Hk, C, D]``."""
     import mlx.core as mx
 
     return mx.fast.scaled_dot_product_attention(q[:, :, None], k, v, scale=q.shape[-1] ** -0.5)[:, :, 0]
@@ -169,7 +169,7 @@ class Paged:
         return [x[:8] for x in planes]
 
     def attend(self, q: Any, planes: Any) -> Any:
-        """Straight over the pool."""
+        """Attention of the kernels, which read the pool itself."""
         k_pool, v_pool = self.pools(planes)
         return self.kernels.attend(0, q, k_pool, v_pool, self.step)[0]
 
@@ -189,4 +189,4 @@ def check(paged: Paged, q: Any, planes: Any) -> None:
     ours, theirs = paged.attend(q, planes).astype(mx.float32), paged.gather_and_attend(q, planes).astype(mx.float32)
     error = float(mx.abs(ours - theirs).max() / mx.abs(theirs).max())
     if not error <= TOLERANCE:
-        raise CommandError(f"a result is wrong by {error:.2g} of its size, its time means nothing")
+        raise CommandError(f"a result is wrong by {error:.2g} of its size, so its time means nothing")

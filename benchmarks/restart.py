@@ -1,4 +1,7 @@
-"""A server that is killed and started again finds its conversation in a store: ``kvpool serve --store``."""
+"""A server that is killed and started again finds its conversation on disk.
+
+Both times it is ``kvpool serve --store`` with the tiny model.
+"""
 
 from __future__ import annotations
 

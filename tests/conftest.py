@@ -76,7 +76,7 @@ BEGIN_FIRST = (
 
 
 #: What `make test` leaves to `make test-all`: folders and files, by the names of `tests/`. Their tests get the marker
-#: `long`. Metal kernels run in an interpreter, and the rest start servers or whole demos. The files in `KEPT_IN` stay:
+#: `long`. Metal kernels run in an interpreter, and most others start servers or processes. The files in `KEPT_IN` stay:
 #: they launch each Metal kernel. `SLOW` are single tests and planted faults that cost as much as a file.
 #:
 #: `ONE_OF_MANY`: a test that is repeated over models, options or seeds runs once in `make test`, for another one from
@@ -87,7 +87,7 @@ LEFT_TO_TEST_ALL = (
     *("packaging", "ranks"),
     *("backend_mlx", "mlx_native", "mlx_native_metal", "capi_examples"),
     *("stubs", "cross"),
-    *("cli_bench_metal", "cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
+    *("cli_cache", "cli_serve", "capi_speed", "mlx_lm_turns"),
     *("serving_hostile", "serving_kills", "serving_tools", "serving_limits", "serving_failures", "serving_faults"),
     *("serving_store", "serving_tenants", "serving_neighbours"),
     *("engine_store", "engine_eviction", "mlx_lm_eviction"),

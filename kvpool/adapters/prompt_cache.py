@@ -762,7 +762,7 @@ def oldest(
 ) -> CachedSequence:
     """Return the sequence that leaves first, of those of the lowest priority: its type is not rarer than the next one.
 
-    `order` has those of each type, in the order of use, `but` is passed over. At the time `inf` nothing is kept.
+    `order` has the sequences of each type in the order of use. `but` is passed over. At the time `inf` nothing is kept.
     """
     orders = list(order.values())
     firsts = [first((one for one in each if one is not but), now) for each in orders]

@@ -51,7 +51,7 @@ class CachedSequence:
         return self.priority if now < self.until else 0
 
     def keep(self, priority: int, until: float, now: float) -> None:
-        """Keep it until then, and as long and with the priority that it is kept now."""
+        """Keep it until `until` with `priority`, and never shorter or with less than it is kept now."""
         self.priority = max(priority, self.priority_at(now))
         self.until = max(until, self.until)
 

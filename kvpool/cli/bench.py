@@ -27,7 +27,7 @@ OPTIONS = (
     ("batch", "A,B,...", "1,64,256", "sequences of a decode step"),
     ("prompt", "N", "4k", "tokens of a prompt and of a sequence that is forked"),
     ("block-size", "N", str(BLOCK_SIZE), "tokens per block"),
-    ("repetitions", "N", "15", "rounds"),
+    ("repetitions", "N", "15", "rounds, of which the fastest counts"),
 )
 
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"block_size": block_size, "num_blocks": sizes.num_blocks, "rows": rows}, indent=2))
         return 0
-    print(f"{'operation':44}{'kvpool':>12}{'plain Python':>14}{'ratio':>8}")
+    print(f"{'CPU time of an operation':44}{'kvpool':>12}{'plain Python':>14}{'ratio':>8}")
     for row in rows:
         print(f"{row['operation']:44}{row['kvpool_ns']:>9,.0f} ns{row['python_ns']:>11,.0f} ns{row['ratio']:>7.0f}x")
     return 0

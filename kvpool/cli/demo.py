@@ -1,7 +1,7 @@
 """Show on this machine what kvpool does: a step's cost, forks, prefix hits, layer groups, mlx-lm's own tokens.
 
-Each part computes something and checks sentences about it. A part that cannot run (mlx-lm is not installed) says why,
-and the exit status is 1 then, as after a sentence that does not hold.
+Each part computes something and checks sentences about it. If a part cannot run, for example because mlx-lm is not
+installed, it says why, and the exit status is 1, as after a sentence that does not hold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NotRun(Exception):
 
 
 class Claim(NamedTuple):
-    """Whether a sentence holds, and the numbers behind the verdict, for a person."""
+    """A sentence, whether it holds, and the numbers that show it."""
 
     name: str
     holds: bool
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(model: str | None, block_size: int) -> None:
-    """Refuse, before any work, a block that no sequence fills, and a wrong folder."""
+    """Refuse, before any work, a block size out of range, and a model that is no checkpoint."""
     if not 1 <= block_size <= 256:
         raise CommandError(f"--kv-block-size {block_size}: out of range, 1..256")
     if model is not None and not Path(model).exists() and model.count("/") != 1:
@@ -117,7 +117,7 @@ def check(model: str | None, block_size: int) -> None:
 
 
 def step_cost(args: argparse.Namespace) -> Iterator[Claim]:
-    """One decode step of bookkeeping, beside the allocator of tutorials in Python."""
+    """The bookkeeping of one decode step, beside an allocator in plain Python, as tutorials have it."""
     block_size = args.kv_block_size
     lengths = np.array([CONTEXT - block_size + i % block_size for i in range(ROWS)], np.int32)
     width = -(-(CONTEXT + (ROUNDS + 2) * block_size) // block_size)
@@ -148,12 +148,13 @@ def step_cost(args: argparse.Namespace) -> Iterator[Claim]:
         and np.array_equal(plan.seq_lens[:ROWS], lens)
         and np.array_equal(plan.slot_mapping[:ROWS], slots)
     )
-    yield Claim("step_same_tables", same, "same tables, lengths and slots", f"{ROWS} sequences of {CONTEXT} tokens")
+    counted = f"{ROWS} sequences of {lens.min()} to {lens.max()} tokens"
+    yield Claim("step_same_tables", same, "same tables, lengths and slots", counted)
     yield Claim(
         "step_cheaper",
         lists / core >= MIN_RATIO,
         f"at least {MIN_RATIO:.0f} times cheaper",
-        f"{core * 1e6:.1f} us, in Python {lists * 1e6:.0f} us, {lists / core:.0f} times as long",
+        f"{core * 1e6:.1f} us of CPU time, in Python {lists * 1e6:.0f} us, {lists / core:.0f} times as long",
     )
 
 
@@ -204,8 +205,10 @@ def forks(args: argparse.Namespace) -> Iterator[Claim]:
     yield Claim("forks_are_free", used == alone, "a fork takes no block", f"{used} blocks for {count} sequences")
     write(batch, 1000 + np.arange(count))
     copies = pool.stats().cow_copies - copies
-    expected = count - 1 if length % block_size else 0
-    yield Claim("forks_copy_the_tail", copies == expected, "all but one copy the last block", f"{copies} blocks copied")
+    expected, sentence = count - 1, "all but one copy the last block"
+    if not length % block_size:
+        expected, sentence = 0, "the last block is full, so nobody copies it"
+    yield Claim("forks_copy_the_tail", copies == expected, sentence, f"{copies} blocks copied")
     read = [kv.gather(0, pool.table(handle), length + 1)[0][:, 0, 0] for handle in batch]
     same = sum(list(row) == [*range(length), 1000 + i] for i, row in enumerate(read))
     yield Claim("forks_read_their_own", same == count, "each reads what it wrote", f"{same} of {count} sequences")
@@ -232,7 +235,7 @@ def prefix_hits(args: argparse.Namespace) -> Iterator[Claim]:
     found = sum(hit == len(system) for _, hit in served)
     yield Claim("prefix_found", found == count, "every request finds the prompt", f"{found} of {count} requests")
     used = pool.stats().used
-    yield Claim("prefix_stored_once", used == 6 + count, "it is stored once", f"{used} blocks, {7 * count} without")
+    yield Claim("prefix_stored_once", used == 6 + count, "it is stored once", f"{used} blocks, not {7 * count}")
     known = 3 * block_size
     other = [*system[:known], 10**6, *system[known + 1 :]]
     hit = serve(other)[1]
@@ -253,7 +256,7 @@ def groups(args: argparse.Namespace) -> Iterator[Claim]:
     yield Claim("window_leaves", held <= 6, "blocks behind the window are free again", f"{held} of 32 blocks are held")
     pool.close(handle)
     used = pool.stats().used
-    yield Claim("groups_close", used == 0, "a close gives back those of both", f"{used} blocks in use")
+    yield Claim("groups_close", used == 0, "a close gives back those of both groups", f"{used} blocks in use")
 
 
 # ---------------------------------------------------------------------- mlx-lm's engine
@@ -279,8 +282,8 @@ def greedy_tokens(args: argparse.Namespace) -> Iterator[Claim]:
             f"{label}, same greedy tokens",
             f"{same} of {len(prompts)} prompts, {distinct} distinct tokens, attention {account.route}",
         )
-        left = account.blocks_used
-        yield Claim(f"leaks_{name}", left == 0, "every block is back at the end", f"{left} of {account.blocks_peak}")
+        left = f"{account.blocks_used} blocks in use, {account.blocks_peak} at the peak"
+        yield Claim(f"leaks_{name}", account.blocks_used == 0, "every block is back at the end", left)
 
 
 def samples(args: argparse.Namespace) -> Iterator[Claim]:
@@ -292,7 +295,7 @@ def samples(args: argparse.Namespace) -> Iterator[Claim]:
         ours, _ = sample(model, prompt)
         account = summary(kv)
     same, distinct = sum(a == b for a, b in zip(stock, ours, strict=True)), len(set(map(tuple, stock)))
-    counted = f"{same} of {SAMPLES}, {distinct} distinct"
+    counted = f"{same} of {SAMPLES} samples, {distinct} distinct"
     yield Claim("samples_same", same == SAMPLES, f"{label}, same samples at temperature 1", counted)
     copies = f"{account.cow_copies} blocks copied"
     yield Claim("samples_share", account.cow_copies <= SAMPLES, "at most one copy per sample", copies)

@@ -173,8 +173,8 @@ class Evictor:
         PlanStateError, CapacityExceeded
             A row of a pending plan; one that has lost so much that its positions end. No token has left.
         Exception
-            What the choice or the backend raises. Before the numbers have changed (no copy, no token moved), or when
-            they have, as ``pool.kv_len`` says: then what these sequences hold is not to be read any more.
+            What the choice or the backend raises. ``pool.kv_len`` says whether the numbers have changed. If not, no
+            token was copied or moved. If they have, what these sequences hold must not be read any more.
         """
         lens = [self.pool.kv_len(handle, self.group) for handle in handles]
         num_tokens = [self.pool.num_tokens(handle) for handle in handles]

@@ -24,7 +24,7 @@ OVERRIDDEN = ("encode", "__call__", "_encode_plus", "apply_chat_template")
 NFC = 4  # bytes of a text for one byte of its NFC, at most: 3.5, of U+0390 made of three characters
 KEEPS = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "Prepend", "UnicodeScripts"}  # steps that lose no character
 HUGE = 2**20  # characters of a text whose memory is given back to the system
-LOADS = 1.0  # seconds that a process may read on for nobody: another one takes about as long to load
+LOADS = 1.0  # seconds that a process goes on with a text of nobody: another one takes about as long to load
 
 
 class Turns:
@@ -127,7 +127,7 @@ class Processes(Turns):
         return np.frombuffer(found or b"", np.int32)
 
     async def _load(self) -> None:
-        """Have a process that has loaded. This is never left in its middle: anyio would not end the process."""
+        """Make sure that a process has the tokenizer. Nothing cancels this: anyio would not end the process then."""
         if await self._ask("", False) is None:
             await self._ask("", False, *self._how)
 

@@ -2,9 +2,9 @@
 
 The fuzzer of `tests.verify` draws the calls. Each is made while its first allocation fails, then while its second one
 does, until it goes through. A call that meets a failure must raise `MemoryError`, and leave the pool's fingerprint,
-digest and statistics and its plans as they were. So the program ends as it does in peace. Memory of the core fails in
-builds that can fail on demand (`kvpool/core/memory.pxi`); Python's fails in any, by `_testcapi.set_nomemory`, in a
-process apart: ``python -m tests.core.test_memory_failure SEED [planted]``.
+digest and statistics and its plans as they were. So the program ends as it does without failures. Memory of the core
+fails in builds that can fail on demand (`kvpool/core/memory.pxi`); Python's fails in any, by `_testcapi.set_nomemory`,
+in a process apart: ``python -m tests.core.test_memory_failure SEED [planted]``.
 """
 
 from __future__ import annotations

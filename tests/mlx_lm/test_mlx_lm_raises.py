@@ -48,7 +48,7 @@ class Failing:
 
 
 def each_call_fails_once(run):
-    """Play in peace, then once for each call to the storage, which fails: the results are equal. Which calls failed."""
+    """Run without failures, then once for each call to the storage, which fails: equal results. Which calls failed."""
     peace, undisturbed = run()
     assert undisturbed.made > 20 and not +undisturbed.failed
     failed = Counter()

@@ -1,6 +1,6 @@
 """Tenants share by weight, nobody starves: what docs/scheduling.md promises, on random workloads, seen from outside.
 
-``KVPOOL_FUZZ_SEED=7`` repeats a failure. Faults that are planted here are convicted by the same tests.
+``KVPOOL_FUZZ_SEED=7`` repeats a failure. Faults that are planted here are found by the same tests.
 """
 
 from unittest import mock

@@ -234,7 +234,7 @@ class StoredPrefixes:
     # -- loads
 
     def begin(self, id: Hashable, tokens: np.ndarray, namespace: bytes, own: bytes) -> bool:
-        """Look for a prefix of a prompt in the store. False: the pool has it already, there is nothing to wait for.
+        """Look for a prefix of a prompt in the store. False: the pool has it, so there is nothing to wait for.
 
         `namespace` is that of the store, `own` that of the pool. The load ends when `take_ended` returns its id.
         """
