@@ -524,7 +524,7 @@ def run(args: argparse.Namespace) -> int:
             try:
                 rows += case.run(partial(race, repetitions=repetitions))
             except WrongResult as error:
-                raise CommandError(f"a result is wrong, its time means nothing: {error}") from None
+                raise CommandError(f"a result is wrong, so its time means nothing: {error}") from None
             except MemoryError:
                 raise CommandError("not enough memory: choose a smaller --max-memory") from None
     gates = decide(rows, parts, dtypes, bits, (1, NUM_TOKENS) in sizes and max(threads) > 1)

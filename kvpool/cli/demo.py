@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(model: str | None, block_size: int) -> None:
-    """Refuse, before any work, a block size out of range, and a model that is no checkpoint."""
+    """Refuse what options alone show to be wrong. Whether a Hub has the model shows when it is loaded."""
     if not 1 <= block_size <= 256:
         raise CommandError(f"--kv-block-size {block_size}: out of range, 1..256")
     if model is not None and not Path(model).exists() and model.count("/") != 1:
