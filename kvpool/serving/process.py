@@ -127,6 +127,7 @@ async def serve(
     OSError
         Another process listens at the address now.
     """
+    os.environ["PYTHONSAFEPATH"] = "1"  # else processes that tokenize take a `token.py` of this folder for Python's
     metrics, loop = ServerMetrics(), asyncio.get_running_loop()
     runner = Runner(make, metrics.ended)
     ended = asyncio.create_task(_signals(loop).wait())

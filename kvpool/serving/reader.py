@@ -1,4 +1,4 @@
-"""Tokenizes a text in a process that imports nothing else."""
+"""Tokenizes a text, in a process that does nothing else."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tokenizers import Tokenizer
 
 trim: Callable[[int], Any] = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)  # glibc has it
 
-
 _made: dict[str, Tokenizer] = {}
 
 
 def _load(tokenizer: bytes, splits: bool) -> Tokenizer:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread of its own would have an arena of malloc of its own
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal
+    for sent in (signal.SIGINT, signal.SIGHUP):  # by the terminal, also to the server, which ends this process
+        signal.signal(sent, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a pipe that nobody reads: what Rust says of a panic would fill it
     made = Tokenizer.from_buffer(tokenizer)
     made.no_truncation()
     made.no_padding()

@@ -99,8 +99,8 @@ class Threads(Turns):
 class Processes(Turns):
     """Tokenizes in processes, by JSON of `tokenizers`. With `splits`, names of special tokens are text.
 
-    They start as texts come, and end with the event loop. If nobody waits for a text any more, its process is killed
-    `LOADS` seconds later, unless it is still loading.
+    They start as texts come, import the program's main module as `multiprocessing` does, and end with the event loop.
+    If nobody waits for a text any more, its process is killed `LOADS` seconds later, unless it is still loading.
     """
 
     def __init__(self, tokenizer: str, splits: bool, places: int, most: int, weights: Mapping[str, float]) -> None:
@@ -118,13 +118,15 @@ class Processes(Turns):
     async def _read(self, text: str, special: bool) -> np.ndarray:
         try:
             await asyncio.shield(asyncio.create_task(self._load()))
-            found = await self._ask(text, special) or await self._ask(text, special, *self._how)
+            found = await self._ask(text, special)
+            if found is None:
+                found = await self._ask(text, special, *self._how)
         except BrokenWorkerProcess:
             raise ChildProcessError("[serving] the process that tokenizes died") from None
         finally:
             if len(text) > HUGE:  # malloc keeps what was free between other things, 20 MB of a few such texts
                 asyncio.get_running_loop().run_in_executor(None, trim, 0)
-        return np.frombuffer(found or b"", np.int32)
+        return np.array(found, np.int32)
 
     async def _load(self) -> None:
         """Make sure that a process has the tokenizer. Nothing cancels this: anyio would not end the process then."""

@@ -217,6 +217,8 @@ class NumpyBackend:
     def resize(self, num_blocks: int, moves: Any, *, storage: np.ndarray | None = None) -> None:
         have = self.num_blocks
         size, moves = checked_resize(have, num_blocks, moves)
+        if storage is None and self._bases[0].ndim == 2:
+            raise TypeError("[resize] the blocks are in `storage`, so give it of the new size, too")
         try:
             if storage is not None:
                 self._bases = [checked_rows("resize", self.spec, size, storage)]

@@ -107,3 +107,13 @@ def test_misuse_raises_and_changes_nothing(misuse, error):
     with pytest.raises(error, match=r"^\[\w+\] "):
         misuse(backend)
     assert np.array_equal(backend.export_blocks([0, 1, 2]), before)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_blocks_in_memory_of_the_caller_are_not_resized_without_more_of_it(size):
+    spec = KVSpec(1, 2, 4, "float32", 4, layout="block")
+    rows = np.zeros((3, spec.block_nbytes), np.uint8)
+    backend = NumpyBackend(spec, 3, storage=rows)
+    with pytest.raises(TypeError, match=r"\[resize\] the blocks are in `storage`"):
+        backend.resize(size, [])
+    assert backend.num_blocks == 3 and rows.shape == (3, spec.block_nbytes)

@@ -146,6 +146,16 @@ def test_commits_that_cannot_be_right_are_refused_and_change_nothing(model, kv):
     assert kv.commit(caches, prompt) == 10
 
 
+def test_row_of_a_fetched_cache_keeps_its_namespace_when_others_come(model, kv):
+    (prompt,) = random_prompts([10])
+    caches, _ = kv.fetch(prompt, b"tenant")
+    model(mx.array([prompt, prompt]), cache=caches)
+    first = [layer.extract(0) for layer in caches]
+    with pytest.raises(ValueError, match="another namespace"):
+        kv.commit(first, prompt)
+    assert kv.commit(first, prompt, b"tenant") == 10
+
+
 def test_a_pass_that_was_interrupted_is_not_committed(model, kv):
     (prompt,) = random_prompts([10])
     caches, _ = kv.fetch(prompt)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import os
 import random
 import signal
 import sys
@@ -252,6 +253,14 @@ async def test_process_that_dies_or_does_not_start_fails_no_later_text(monkeypat
     assert (await place.run("a", 1, "b", True)).tolist() == TOKENIZER.encode("b")
 
 
+@in_a_loop
+async def test_text_without_tokens_is_read_by_the_tokenizer_that_is_there(monkeypatch):
+    place = processes(TOKENIZER, 1)
+    assert (await place.run("a", 1, "one", False)).size
+    monkeypatch.setattr(place, "_how", (b"no tokenizer", False))
+    assert (await place.run("a", 1, "", False)).tolist() == []
+
+
 def test_tokenizer_with_code_of_its_own_is_not_copied():
     from transformers import PreTrainedTokenizerFast
 
@@ -319,6 +328,15 @@ def children(server):
                 fields = stat.read().rsplit(")", 1)[1].split()
                 found[child] = (int(fields[11]) + int(fields[12])) / 100
     return found
+
+
+def test_module_in_the_folder_of_the_server_is_not_taken_for_one_of_python(monkeypatch, tmp_path):
+    checkout = os.getcwd()
+    monkeypatch.chdir(tmp_path)
+    with Server(PYTHONPATH=checkout) as server:
+        (tmp_path / "token.py").write_text("raise SystemExit")
+        status, answer = server.post("/tokenize", {"prompt": "a" * 100_000})
+    assert status == 200 and answer["count"] == 100_000, answer
 
 
 def said(text):

@@ -321,7 +321,7 @@ class Batch:
         with self.passes.lock:
             self._close(self.handles[num_rows:])
             self.handles = self.handles[:num_rows] + [NOT_OPENED] * (num_rows - len(self.handles))
-            self.namespaces = [self.passes.namespace] * num_rows
+            self.namespaces = (self.namespaces + [self.passes.namespace] * num_rows)[:num_rows]  # open rows keep theirs
         self.rows = Rows(np.zeros(num_rows, np.int64))
         self.held = nothing(self.passes.layout, num_rows)
         self.eviction = Eviction.of(self.policy, self.passes, num_rows)
