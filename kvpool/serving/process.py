@@ -127,7 +127,6 @@ async def serve(
     OSError
         Another process listens at the address now.
     """
-    os.environ["PYTHONSAFEPATH"] = "1"  # else processes that tokenize take a `token.py` of this folder for Python's
     metrics, loop = ServerMetrics(), asyncio.get_running_loop()
     runner = Runner(make, metrics.ended)
     ended = asyncio.create_task(_signals(loop).wait())
@@ -182,6 +181,7 @@ async def serve(
 
 def _server(service: Service, metrics: ServerMetrics) -> uvicorn.Server:
     """Return uvicorn's server. `serve` has the signals; requests that are not HTTP are counted by their log."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # else processes that tokenize take a `token.py` of this folder for Python's
     config = uvicorn.Config(
         service,
         http=_Connection,

@@ -66,6 +66,7 @@ def test_header_is_as_it_was_released(snapshot, tmp_path):
     assert now == snapshot, "something was added: python tests/capi/test_capi_abi.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("was", "now"),
     [
@@ -81,6 +82,7 @@ def test_change_is_seen(snapshot, tmp_path, was, now):
     assert changes(snapshot, described(TEXT.replace(was, now), tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("was", "now"),
     [

@@ -58,7 +58,9 @@ def left_out(words: list[str]) -> tuple[str, ...]:
 
 
 def fuzz(args: argparse.Namespace) -> int:
-    """Hunt; 0 without a finding."""
+    """Search; 0 without a finding."""
+    if args.save and not Path(args.save).absolute().parent.is_dir():
+        raise CommandError(f"--save {args.save}: there is no such folder")
     without = left_out(args.without)
     seed = random.SystemRandom().getrandbits(31) if args.seed is None else seed_of(args.seed)
     limit = limits(args, {"seconds": SECONDS, "calls": None})
@@ -104,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.canaries is not None:
             from tests.verify.canaries import show
 
-            return show(args.canaries)
+            return show(args.canaries, args.model)
         return fuzz(args) if args.program is None else play(args.program, args.model)
     except CommandError as error:
         print(f"python -m tests.verify: {error}", file=sys.stderr)

@@ -19,10 +19,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import kvpool
 from kvpool.cli.console import CommandError
 from tests.verify import builds, run
+from tests.verify.twin import WORDS_PER_RUN as WORDS_BESIDE_MODEL
+from tests.verify.twin import Twin
 
 CALLS_MAX = 300_000
 #: It changes an order in which things leave, and no content: the plain model finds it.
@@ -93,10 +97,10 @@ class Result:
     finding: str
 
 
-def find(name: str, seed: int = SEED, calls: int = CALLS_MAX) -> Result:
-    """Hunt for one canary of the copy in a process of its own."""
+def find(name: str, by_model: bool = False) -> Result:
+    """Search for one canary of the copy in a process of its own."""
     number = [canary.name for canary in CANARIES].index(name) + 1
-    command = [sys.executable, "-m", "tests.verify.canaries", str(number), str(seed), str(calls)]
+    command = [sys.executable, "-m", "tests.verify.canaries", str(number), *["model"] * by_model]
     where = {"cwd": builds.folder_of("canaries"), "env": builds.environment("canaries")}
     done = subprocess.run(command, **where, capture_output=True, text=True)
     if done.returncode > 0:
@@ -108,8 +112,8 @@ def find(name: str, seed: int = SEED, calls: int = CALLS_MAX) -> Result:
     return Result(name, int(made), float(used), finding)
 
 
-def show(names: list[str]) -> int:
-    """Print the table of canaries; 0 if each was found."""
+def show(names: list[str], by_model: bool) -> int:
+    """Print the table of canaries; 0 if each was found. By the model: those of the model, unless others are named."""
     known = [canary.name for canary in CANARIES]
     for name in names:
         if name not in known:
@@ -117,8 +121,9 @@ def show(names: list[str]) -> int:
     builds.build("canaries")
     print("| fault | calls | seconds | found |\n|---|---|---|---|")
     missed = 0
+    names = names or [name for name in known if (name in OF_THE_MODEL) == by_model]
     with ThreadPoolExecutor(2) as two:
-        for result in two.map(find, names or [name for name in known if name not in OF_THE_MODEL]):
+        for result in two.map(partial(find, by_model=by_model), names):
             missed += not result.finding
             found = result.finding or "NOTHING"
             print(f"| {result.name} | {result.calls:,} | {result.seconds:.1f} | {found} |", flush=True)
@@ -129,9 +134,10 @@ def main() -> None:
     """In the copy: plant one, search, and say how it went."""
     from kvpool import _core
 
-    number, seed, calls = map(int, sys.argv[1:])
-    _core._plant(number)
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS_MAX, SECONDS_MAX + 1))
+    number, *by_model = sys.argv[1:]
+    _core._plant(int(number))
+    seconds = SECONDS_MAX * (4 if by_model else 1)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     began = time.process_time()
 
     def told(report: run.Report) -> None:
@@ -139,7 +145,8 @@ def main() -> None:
         print(report.calls, f"{used:.2f}", report.finding or "", sep="\t", flush=True)
 
     told(run.Report())
-    run.search(seed, calls=calls, told=told)
+    make_pool, length = (Twin, WORDS_BESIDE_MODEL) if by_model else (kvpool.Pool, run.WORDS_PER_RUN)
+    run.search(SEED, calls=CALLS_MAX, words=length, make_pool=make_pool, told=told)
 
 
 if __name__ == "__main__":
