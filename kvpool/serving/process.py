@@ -181,7 +181,6 @@ async def serve(
 
 def _server(service: Service, metrics: ServerMetrics) -> uvicorn.Server:
     """Return uvicorn's server. `serve` has the signals; requests that are not HTTP are counted by their log."""
-    os.environ["PYTHONSAFEPATH"] = "1"  # else processes that tokenize take a `token.py` of this folder for Python's
     config = uvicorn.Config(
         service,
         http=_Connection,
