@@ -6,7 +6,7 @@ command is ``python -m benchmarks.replay``.
 
 from benchmarks.replay.policy import replay
 from benchmarks.replay.readers import TraceError, read_trace
-from benchmarks.replay.results import Occupancy, Result
+from benchmarks.replay.results import Result
 from benchmarks.replay.trace import Trace, synthetic_trace
 
-__all__ = ["Occupancy", "Result", "Trace", "TraceError", "read_trace", "replay", "synthetic_trace"]
+__all__ = ["Result", "Trace", "TraceError", "read_trace", "replay", "synthetic_trace"]

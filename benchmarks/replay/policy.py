@@ -12,13 +12,12 @@ import hashlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.replay.results import Occupancy, Result
+from benchmarks.replay.results import Result
 from benchmarks.replay.shapes import HybridShape
 from benchmarks.replay.trace import Trace, paths_of, shareable_blocks, unique_blocks
 from kvpool import Plan, Pool
@@ -121,14 +120,13 @@ class Replay:
             prefix_cache=True,
             groups=None if shape is None else shape.groups,
         )
+        assert self.pool.prefix is not None
+        self.prefix = self.pool.prefix
         self.plan = Plan(self.pool, self.concurrency, INT32_MAX, formats=("seq_lens",))
         self.needs = Needs(self.pool, CHUNK)
-        self.occupancy = Occupancy(block_size, longest)
-        self.costs: dict[str, tuple[int, int]] = {}
         self.admissions = self.finished = self.rejected = self.preemptions = 0
-        self.decode_tokens = self.peak_running = 0
+        self.decode_tokens = self.peak_running = self.steps = self.used_block_steps = 0
         self.hit_tokens = self.computed_tokens = self.loaded_tokens = self.first_hit_tokens = 0
-        self.shared_blocks = 0  # found in the cache
         self.is_head_refused = False
         self.was_admitted = np.zeros(len(trace), np.bool_)
         self.events = hashlib.sha256()
@@ -141,17 +139,7 @@ class Replay:
         """Serve all requests; `progress` is told how many have left. The pool is shut down afterwards."""
         with self.pool:
             self._serve(progress)
-            stats = self.pool.stats()
-            return Result(
-                num_blocks=self.num_blocks,
-                block_size=self.block_size,
-                concurrency=self.concurrency,
-                counters=self.counters(),
-                occupancy=self.occupancy,
-                costs=self.costs,
-                block_operations=2 * (stats.allocs + self.shared_blocks),  # each is released again
-                peak_sequences=self.peak_running,
-            )
+            return Result(self.num_blocks, self.block_size, self.concurrency, self.counters())
 
     def _serve(self, progress: Callable[[int], None]) -> None:
         total, told = len(self.trace), 0
@@ -163,17 +151,6 @@ class Replay:
             if done != told:
                 progress(done)
                 told = done
-
-    def call(self, verb: str, *args: Any, **options: Any) -> Any:
-        """Call the pool and count the time."""
-        method = getattr(self.pool.prefix if verb in ("commit", "wanted") else self.pool, verb)
-        start = perf_counter_ns()
-        try:
-            return method(*args, **options)
-        finally:
-            elapsed = perf_counter_ns() - start
-            calls, ns = self.costs.get(verb, (0, 0))
-            self.costs[verb] = calls + 1, ns + elapsed
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
@@ -197,14 +174,14 @@ class Replay:
         # Full groups take all blocks at once. A window never holds those of a long prompt at a time: they are counted.
         at_once = not self.needs.lets_go
         try:
-            handle: int = self.call("open", tokens, b"", self.cut_of(request), reserve=at_once)
+            handle = self.pool.open(tokens, b"", self.cut_of(request), reserve=at_once)
         except OutOfBlocks:
             return False
         cached = self.pool.num_tokens(handle)
         if not at_once:
             need = self.needs.most(request.length) - self.needs.held(cached, found=cached)
             if self.needs.short(need.tolist(), self.needs.free()) >= 0:
-                self.call("close", handle)
+                self.pool.close(handle)
                 return False
         request.handles, request.cached = [handle], cached
         self.prefill(request, tokens)
@@ -221,12 +198,12 @@ class Replay:
         (handle,) = request.handles
         length = request.cached
         while length < request.length:
-            (wanted,) = self.call("wanted", request.handles).tolist()
+            (wanted,) = self.prefix.wanted(request.handles).tolist()
             end = min(request.length, length + CHUNK, wanted if wanted > length else request.length)
-            self.call("step", self.plan, request.handles, end - length)
+            self.pool.step(self.plan, request.handles, end - length)
             named = min(end, request.prompt)
             if length < named:
-                self.call("commit", handle, tokens[length:named])
+                self.prefix.commit(handle, tokens[length:named])
             if end == wanted:
                 self.count_checkpoint()
             length = end
@@ -245,7 +222,6 @@ class Replay:
         cached = request.cached
         self.admissions += 1
         self.checkpoints["checkpoint_hits"] += cached > 0
-        self.shared_blocks += cached // self.block_size
         self.hit_tokens += cached
         self.computed_tokens += request.length - cached
         if self.store is not None:
@@ -285,8 +261,8 @@ class Replay:
         else:
             steps = 1
             self.decode_once()
-        tokens = sum(request.length for request in self.running)
-        self.occupancy.add(steps, self.pool.stats().used, tokens, len(self.running))
+        self.steps += steps
+        self.used_block_steps += steps * self.pool.stats().used
 
     def decode_once(self) -> None:
         """One token for every running request; the blocks of one that finishes are free for the next row."""
@@ -306,7 +282,7 @@ class Replay:
         """Give each sequence of `requests` that many tokens; return how many, from the first on, had blocks for it."""
         handles = [handle for request in requests for handle in request.handles]
         try:
-            self.call("step", self.plan, handles, steps)
+            self.pool.step(self.plan, handles, steps)
         except OutOfBlocks as short:
             return self.grow(requests[: short.row], steps) if short.row else 0
         for request in requests:
@@ -332,7 +308,7 @@ class Replay:
                 size = group.block_size or self.block_size
                 entries = -(-request.length // size) - request.cached // size
                 self.blocks_written[index] += entries * group.columns
-        self.call("close", request.handles)
+        self.pool.close(request.handles)
         request.handles = []
         self.is_head_refused = False
 
@@ -367,10 +343,10 @@ class Replay:
             "hit_tokens": self.hit_tokens,
             "computed_tokens": self.computed_tokens,
             "decode_tokens": self.decode_tokens,
-            "steps": self.occupancy.steps,
+            "steps": self.steps,
             "peak_used": stats.peak_used,
             "peak_running": self.peak_running,
-            "used_block_steps": self.occupancy.used_block_steps,
+            "used_block_steps": self.used_block_steps,
             "first_hit_tokens": self.first_hit_tokens,
             "final_cached_blocks": stats.evictable,
             "prompt_tokens": prompt_tokens,

@@ -27,30 +27,15 @@ def trace_facts(trace: Trace) -> dict[str, Any]:
 
 
 def result_facts(result: Result, shape: HybridShape | None = None) -> dict[str, Any]:
-    """Return everything a replay counted, ready for JSON. Utilizations are fractions, costs nanoseconds."""
+    """Return everything a replay counted, ready for JSON."""
     facts = {
         "num_blocks": result.num_blocks,
         "block_size": result.block_size,
         "concurrency": result.concurrency,
         **result.counters,
         "hit_rate": result.hit_rate,
-        "ns_per_operation": result.ns_per_operation,
-        "calls": {verb: {"calls": calls, "ns": ns} for verb, (calls, ns) in result.costs.items()},
     }
-    if shape is not None:
-        return facts | {"nbytes": result.num_blocks * shape.block_nbytes}
-    occupancy = result.occupancy
-    steps = max(occupancy.steps, 1)
-    return facts | {
-        "mean_used": occupancy.used_block_steps / steps,
-        "mean_sequences": occupancy.sequence_steps / steps,
-        "peak_utilization": occupancy.peak_utilization,
-        "mean_utilization": occupancy.mean_utilization,
-        "static_reserved_tokens": occupancy.reserved_tokens,
-        "static_peak_utilization": occupancy.peak_static_utilization,
-        "static_mean_utilization": occupancy.mean_static_utilization,
-        "static_blocks": result.static_blocks,
-    }
+    return facts if shape is None else facts | {"nbytes": result.num_blocks * shape.block_nbytes}
 
 
 def describe_trace(trace: Trace) -> str:
@@ -77,22 +62,9 @@ def describe(result: Result, shape: HybridShape | None = None) -> str:
         ("computed tokens", f"{facts['computed_tokens']:,}"),
         *_rows_of_all(facts),
         ("generated tokens", f"{facts['decode_tokens']:,} in {facts['steps']:,} steps"),
-        ("blocks in use", f"peak {facts['peak_used']:,}, mean {facts['mean_used']:,.1f}"),
-        ("utilization", f"mean {percent(facts['mean_utilization'])}, peak {percent(facts['peak_utilization'])}"),
-        (
-            "static reservation",
-            f"mean {percent(facts['static_mean_utilization'])},"
-            f" peak {percent(facts['static_peak_utilization'])}; {facts['static_reserved_tokens']:,} tokens"
-            f" each: {facts['static_blocks']:,} blocks for as many sequences",
-        ),
-        ("allocator", f"{facts['ns_per_operation']:,.0f} ns per block operation"),
+        ("blocks in use", f"{facts['peak_used']:,} at the peak"),
     ]
-    costs = result.costs.items()
-    rows += [("", f"{verb}: {calls:,} calls, {ns / calls / 1e3:,.2f} us each") for verb, (calls, ns) in costs]
-    notes = "Utilization: tokens of the running sequences / token positions held for them"
-    if facts["peak_utilization"] > 1:
-        notes += "; above 100 %, because a block that several sequences share is held once"
-    return f"{aligned(title, rows)}\n{notes}."
+    return aligned(title, rows)
 
 
 def _rows_of_all(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -125,10 +97,9 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "bytes": lambda facts: format_nbytes(facts["nbytes"]),
     "steps": lambda facts: f"{facts['steps']:,}",
     "peak used": lambda facts: f"{facts['peak_used']:,}",
-    "ns/op": lambda facts: f"{facts['ns_per_operation']:,.0f}",
 }
 OF_GROUPS = ("hits", "of shareable", "checkpoints", "began at one", "bytes")
-NOT_OF_GROUPS = ("hit rate", "at first", "steps", "peak used", "ns/op")
+NOT_OF_GROUPS = ("hit rate", "at first", "steps", "peak used")
 
 
 def describe_sweep(results: list[Result], shape: HybridShape | None = None) -> str:
@@ -209,6 +180,5 @@ def _describe_groups(facts: dict[str, Any]) -> str:
         ("checkpoints", f"{taken:,} taken of {wanted:,} wanted; {facts['checkpoint_hits']:,} admissions began at one"),
         ("written", written),
         *_rows_of_all(facts),
-        ("allocator", f"{facts['ns_per_operation']:,.0f} ns per block operation"),
     ]
     return aligned(title, rows)

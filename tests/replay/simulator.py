@@ -104,7 +104,7 @@ class Replay:
     def __init__(self, rows, width, cache, block_size, concurrency, tier=None):
         self.rows, self.width, self.cache = rows, width, cache
         self.block_size, self.concurrency, self.tier = block_size, concurrency, tier
-        self.count, self.events, self.tokens, self.refused_at = Counter(), hashlib.sha256(), 0, -1
+        self.count, self.events, self.refused_at = Counter(), hashlib.sha256(), -1
         self.waiting = deque(Request(row, n, max(m, 1)) for row, (n, m, _) in enumerate(rows))
         self.running, self.was_admitted = [], set()
 
@@ -127,7 +127,6 @@ class Replay:
         while self.waiting and len(self.running) < self.concurrency and self.refused_at != self.cache.releases:
             if self.open(self.waiting[0]):
                 self.running.append(self.waiting.popleft())
-                self.tokens += self.running[-1].length
             elif self.running:
                 self.refused_at = self.cache.releases
             else:
@@ -180,8 +179,6 @@ class Replay:
                 self.decode(request)
         self.count["steps"] += 1
         self.count["used_block_steps"] += self.cache.used
-        self.count["token_steps"] += self.tokens
-        self.count["sequence_steps"] += len(self.running)
 
     def decode(self, request):
         if (request.prompt + request.generated) % self.block_size == 0:
@@ -198,7 +195,6 @@ class Replay:
             self.cache.take()
             request.blocks.append(None)
         request.generated += 1
-        self.tokens += 1
         self.count["decode_tokens"] += 1
         if request.generated == request.output:
             self.release(request)
@@ -207,7 +203,6 @@ class Replay:
 
     def release(self, request):
         self.running.remove(request)
-        self.tokens -= request.length
         self.cache.release(request.blocks)
         request.blocks = []
 

@@ -1,4 +1,4 @@
-"""Replays at the edges: requests without an answer or without room, utilization, and options that do not fit."""
+"""Replays at the edges: requests without an answer or without room, and options that do not fit."""
 
 import pytest
 from traces import make_trace
@@ -17,14 +17,6 @@ def test_request_of_two_billion_tokens_is_rejected_at_once():
 def test_request_without_answer_gives_one_token():
     result = replay(make_trace([(5, 0, [0, 1])]), num_blocks=4, concurrency=1)
     assert (result.counters["finished"], result.counters["decode_tokens"]) == (1, 1)
-
-
-def test_utilization_counts_tokens_against_positions_held():
-    """Prompt 5, two tokens, blocks of 4: the end of step 1 sees 6 of 8 positions filled, that of step 2 nothing."""
-    occupancy = replay(make_trace([(5, 2, [0, 1])]), num_blocks=4, concurrency=1).occupancy
-    assert (occupancy.steps, occupancy.used_block_steps, occupancy.token_steps) == (2, 2, 6)
-    assert occupancy.mean_utilization == occupancy.peak_utilization == 6 / 8
-    assert occupancy.mean_static_utilization == 6 / 7
 
 
 @pytest.mark.parametrize(

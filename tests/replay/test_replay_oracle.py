@@ -125,8 +125,6 @@ def test_random_traces_agree_with_the_naive_simulator():
         result = replay(trace, num_blocks=num_blocks, block_size=block_size, concurrency=concurrency, store=store)
         expected = naive.counters() | ({} if tier is None else {"loaded_tokens": naive.count["loaded_tokens"]})
         assert result.counters == expected
-        assert result.occupancy.token_steps == naive.count["token_steps"]
-        assert result.occupancy.sequence_steps == naive.count["sequence_steps"]
         seen.update(naive.count)
     assert min(seen[name] for name in ("preemptions", "rejected", "hit_tokens", "loaded_tokens", "finished")) > 0, seen
 
