@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import h11
@@ -214,7 +214,6 @@ class Result:
             "ttft_cpu": [answer.cpu_times[0] - answer.due_cpu for answer in right],
             "itl": np.concatenate([np.zeros(0), *(np.diff(answer.times) for answer in right)]),
             "itl_cpu": np.concatenate([np.zeros(0), *(np.diff(answer.cpu_times) for answer in right)]),
-            "whole": [answer.times[-1] - answer.due for answer in right],
         }
         for name, values in series.items():
             no_value = [None] * len(PERCENTILES)
@@ -223,10 +222,10 @@ class Result:
         return found
 
 
-def result(asked: dict[str, Any], got: dict[str, Any], **more: Any) -> Result:
+def result(asked: dict[str, Any], got: dict[str, Any], nbytes: int = 0) -> Result:
     """Return the result of a run of `clients`."""
     answers = [read(*pair) for pair in zip(asked["requests"], got["answers"], strict=True)]
-    return Result(answers, got["wall"], got["server_cpu"], got["cpu"], **more)
+    return Result(answers, got["wall"], got["server_cpu"], got["cpu"], nbytes)
 
 
 # ---------------------------------------------------------------------------------------------------------- the servers
@@ -306,9 +305,9 @@ def _is_ready(server: Server) -> bool:
     return False
 
 
-def send(server: Server, chats: Sequence[Chat], limit: float = LIMIT_SECONDS) -> tuple[dict[str, Any], dict[str, Any]]:
+def send(server: Server, chats: Sequence[Chat]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Send chats from the process of the clients. Return what was asked and what came."""
-    asked = {"address": ["127.0.0.1", server.port], "pid": server.pid, "path": PATH, "limit": limit}
+    asked = {"address": ["127.0.0.1", server.port], "pid": server.pid, "path": PATH, "limit": LIMIT_SECONDS}
     asked["requests"] = [chat.as_json() for chat in chats]
     clients = [sys.executable, "-m", "benchmarks.http_clients"]
     done = subprocess.run(clients, input=json.dumps(asked), capture_output=True, text=True, check=True)
@@ -321,8 +320,7 @@ def measure(arguments: Sequence[str], model: str, chats: Sequence[Chat], warm_up
         send(server, warm_up)
         before = server.kilobytes("VmRSS")
         asked, got = send(server, chats)
-        grown = 1024 * (server.kilobytes("VmHWM") - before)
-        return replace(result(asked, got), nbytes=grown)
+        return result(asked, got, 1024 * (server.kilobytes("VmHWM") - before))
 
 
 # ----------------------------------------------------------------------------------------------------- tables and gates
@@ -436,64 +434,23 @@ def _alone(model: str, seed: int) -> float:
     return seconds / sum(chat.max_tokens for chat in chats)
 
 
-# -------------------------------------------------------------------------------------- what one request does to others
-
-
-WAITS = 1.2
-OTHERS = Shape(16, 40.0, 4, 64, "16", "24")
-HARM = {
-    "1,500 tokens with a seed": Chat(0.0, "", "a" * 16, 1500, (("seed", 7),)),
-    "a wrong model name": Chat(0.0, "", "a" * 16, 100, (("model", "gpt-4o-mini"),)),
-    "an adapters field": Chat(0.0, "", "a" * 16, 100, (("adapters", "/etc"),)),
-    "a prompt that is too long": Chat(0.0, "", "a" * 20_000, 100),
-}
-
-
-def harm(name: str, arguments: Sequence[str], model: str, repetitions: int) -> list[Gate]:
-    """Return how much longer others wait beside each of these requests. Runs with and without it take turns."""
-    decided = []
-    for what, chat in HARM.items():
-        with started(arguments, model) as server:
-            send(server, replace(OTHERS, seed=999).chats())
-            runs = [
-                [_others(server, more, 2 * seed + bool(more)) for more in ((), (chat,))] for seed in range(repetitions)
-            ]
-        failures = sorted({failure for pair in runs for run in pair for failure in run.failures})
-        ratio = None if failures else median(waits(beside) / waits(alone) for alone, beside in runs)
-        note = ", ".join(failures) or "CPU time of the server from request to end"
-        decided.append(Gate(f"{name}: waits of others beside {what}", ratio, WAITS, True, note))
-    return decided
-
-
-def _others(server: Server, more: Sequence[Chat], seed: int) -> Result:
-    """Send the others behind `more`, and return what came of the others."""
-    chats = [replace(chat, at=chat.at + 0.1) for chat in replace(OTHERS, seed=seed).chats()]
-    asked, got = send(server, [*more, *chats], limit=30)
-    return result(asked | {"requests": asked["requests"][len(more) :]}, got | {"answers": got["answers"][len(more) :]})
-
-
-def waits(run: Result) -> float:
-    """Return the mean CPU time of the server from a request to the end of its answer."""
-    return fmean(answer.cpu_times[-1] - answer.due_cpu for answer in run.answers)
-
-
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
 OPTIONS = {
     "model": ("tiny", "a Llama with random weights: tiny, medium"),
     **{field.name.replace("_", "-"): (field.default, SENT[field.name]) for field in fields(Shape)},
-    "servers": ("", f"which of {'; '.join(SERVERS)} (default: all; for overhead and harm the first)"),
+    "servers": ("", f"which of {'; '.join(SERVERS)} (default: all)"),
     "repetitions": (1, "runs of each; the median counts"),
-    "part": ("compare", "what to measure: compare, overhead, harm"),
+    "part": ("compare", "what to measure: compare, overhead"),
     "gates": (False, "judge what has to hold; 1 if something does not"),
 }
 
 
 def run(args: argparse.Namespace) -> int:
     """Run all servers in turns and print tables, and with ``--gates`` what has to hold: 1 if something does not."""
-    names = args.servers.split(";") if args.servers else [*SERVERS] if args.part == "compare" else [OURS]
-    for option, value, known in (("part", [args.part], ("compare", "overhead", "harm")), ("servers", names, SERVERS)):
+    names = args.servers.split(";") if args.servers else [*SERVERS]
+    for option, value, known in (("part", [args.part], ("compare", "overhead")), ("servers", names, SERVERS)):
         for one in value:
             if one not in known:
                 raise CommandError(f"--{option} {one}: there are {'; '.join(known)}")
@@ -511,8 +468,6 @@ def run(args: argparse.Namespace) -> int:
         lm.save(args.model, Path(model))
         if args.part == "overhead":
             return judged([overhead(model, args.repetitions)], args)
-        if args.part == "harm":
-            return judged([gate for name in names for gate in harm(name, SERVERS[name], model, args.repetitions)], args)
         runs = measured(names, model, shape, args.repetitions)
     decided = compared(runs) if args.gates else []
     if not args.json:
