@@ -17,7 +17,7 @@ def planted(checker):
     return {(number, rule) for number, line in lines for rule in re.findall(MARK[checker], line)}
 
 
-def reported(checker, folder, python=sys.executable):
+def reported(checker, folder, python):
     """(line, rule) of each mistake that a checker finds in the program without its comments, in `folder`."""
     program = folder / PROGRAM.name
     program.write_text(re.sub(r"  # type: ignore.*", "", PROGRAM.read_text()))
