@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,8 @@ class Request:
         Tokens of the answer so far; a preempted request keeps them.
     cached : int
         Tokens of it that the cache had when it was admitted.
-    handles : list of int
-        Its sequences in the pool, empty while it waits.
+    handle : int
+        Its sequence in the pool, while it runs.
     """
 
     row: int
@@ -52,11 +52,11 @@ class Request:
     output: int
     generated: int = 0
     cached: int = 0
-    handles: list[int] = field(default_factory=list)
+    handle: int = -1
 
     @property
     def length(self) -> int:
-        """Tokens of each of its sequences."""
+        """Tokens of its sequence."""
         return self.prompt + self.generated
 
     @property
@@ -183,7 +183,7 @@ class Replay:
             if self.needs.short(need.tolist(), self.needs.free()) >= 0:
                 self.pool.close(handle)
                 return False
-        request.handles, request.cached = [handle], cached
+        request.handle, request.cached = handle, cached
         self.prefill(request, tokens)
         self.count_admission(request)
         return True
@@ -195,12 +195,11 @@ class Replay:
 
     def prefill(self, request: Request, tokens: NDArray[np.int32]) -> None:
         """Compute what the cache did not have, and publish the prompt as it is computed."""
-        (handle,) = request.handles
-        length = request.cached
+        handle, length = request.handle, request.cached
         while length < request.length:
-            (wanted,) = self.prefix.wanted(request.handles).tolist()
+            (wanted,) = self.prefix.wanted(handle).tolist()
             end = min(request.length, length + CHUNK, wanted if wanted > length else request.length)
-            self.pool.step(self.plan, request.handles, end - length)
+            self.pool.step(self.plan, [handle], end - length)
             named = min(end, request.prompt)
             if length < named:
                 self.prefix.commit(handle, tokens[length:named])
@@ -279,10 +278,9 @@ class Replay:
                 row = last
 
     def grow(self, requests: list[Request], steps: int) -> int:
-        """Give each sequence of `requests` that many tokens; return how many, from the first on, had blocks for it."""
-        handles = [handle for request in requests for handle in request.handles]
+        """Give each of `requests` that many tokens; return how many, from the first on, had blocks for it."""
         try:
-            self.pool.step(self.plan, handles, steps)
+            self.pool.step(self.plan, [request.handle for request in requests], steps)
         except OutOfBlocks as short:
             return self.grow(requests[: short.row], steps) if short.row else 0
         for request in requests:
@@ -302,14 +300,13 @@ class Replay:
         self.note(victim, "P")
 
     def release(self, request: Request) -> None:
-        """Close the request's sequences, the first one first; the head of the queue may fit now."""
+        """Close the request's sequence; the head of the queue may fit now."""
         for index, group in enumerate(self.pool.options.groups):
             if group.kind != "state":
                 size = group.block_size or self.block_size
                 entries = -(-request.length // size) - request.cached // size
                 self.blocks_written[index] += entries * group.columns
-        self.pool.close(request.handles)
-        request.handles = []
+        self.pool.close(request.handle)
         self.is_head_refused = False
 
     def reject(self, request: Request) -> None:
