@@ -66,37 +66,23 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; times in seconds.
+    """One measurement; times in seconds."""
 
-    Attributes
-    ----------
-    part : {"decode", "prefill", "write", "copy", "raw", "mass", "quantized"}
-        The last three are decode: with scores, and from what --kv-bits stores.
-    nbytes : int
-        What the yardstick moves: K and V of all contexts, or the stored bytes.
-    yardstick : {"read", "sgemm", "memcpy", "decode"}
-        What the time is compared with, at the same work and the same number of threads.
-    torch : float, optional
-        Decode only: least time of torch's attention over dense, contiguous K and V.
-    scores_nbytes : int, optional
-        Scores only: memory of theirs, scratch included.
-    """
-
-    part: str
+    part: str  # of `PARTS`, but raw, mass and quantized: decode with scores, and from what --kv-bits stores
     dtype: str
     threads: int
     batch: int
     context: int
-    nbytes: int
-    yardstick: str
+    nbytes: int  # what the yardstick moves: K and V of all contexts, or the stored bytes
+    yardstick: str  # read, sgemm, memcpy, decode: the same work on the same number of threads
     best: float
     median: float
     yardstick_best: float
     yardstick_median: float
     repetitions: int
     is_complete: bool
-    torch: float | None = None
-    scores_nbytes: int | None = None
+    torch: float | None = None  # of decode: least time of torch's attention over dense, contiguous K and V
+    scores_nbytes: int | None = None  # memory of scores, scratch included
 
     @property
     def ratio(self) -> float:

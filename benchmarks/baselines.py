@@ -64,16 +64,9 @@ def alternate(cases: Sequence[Case], rounds: int) -> list[float]:
 
 
 class Floor:
-    """The C floor's pool. Every method is one ctypes call; the loop over operations is in C.
+    """The C floor's pool, with a persistent table of `rows` x `width`. Every method is one ctypes call.
 
-    Parameters
-    ----------
-    num_blocks : int
-        Blocks of the pool; the free stack hands out `order` (default 0, 1, 2, ...).
-    rows, width : int
-        Shape of the persistent table.
-    block_size : int
-        Tokens per block, a power of two.
+    The free stack hands out `order`, by default 0, 1, 2, ...; `block_size` is a power of two.
     """
 
     def __init__(self, num_blocks, *, rows=0, width=0, block_size=16, order=None):

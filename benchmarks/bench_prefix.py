@@ -31,13 +31,7 @@ def random_prompts(rng, count, prompt_len):
 
 
 class Cache:
-    """A pool full of committed prompts in random places.
-
-    Attributes
-    ----------
-    prompts : int32 ``[P, prompt_len]``
-        What is committed; together all blocks of the pool, or with groups half of them.
-    """
+    """A pool full of committed `prompts` in random places; with groups they take half of its blocks."""
 
     def __init__(self, num_blocks, prompt_len, max_seqs=16, groups=None):
         self.rng = np.random.default_rng(SEED)

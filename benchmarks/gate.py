@@ -9,29 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Gate:
-    """One promise: `value` has to be at least (or at most) `limit`.
-
-    Attributes
-    ----------
-    value : float or None
-        None: nobody measured it, so it does not hold; neither does NaN.
-    limit : float or None
-        None: the value is reported, not judged.
-    note : str
-        What stands behind the value.
-    unit : str
-        Of value, limit and goal.
-    goal : float, optional
-        What it is meant to reach.
-    """
+    """One promise: `value` has to be at least (or at most) `limit`."""
 
     name: str
-    value: float | None
-    limit: float | None
+    value: float | None  # None: nobody measured it, so it does not hold; neither does NaN
+    limit: float | None  # None: the value is reported, not judged
     at_most: bool = False
-    note: str = ""
-    unit: str = ""
-    goal: float | None = None
+    note: str = ""  # what stands behind the value
+    unit: str = ""  # of value, limit and goal
+    goal: float | None = None  # what it is meant to reach
 
     @property
     def holds(self) -> bool:

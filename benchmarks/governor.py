@@ -34,19 +34,11 @@ class Moment(NamedTuple):
 
 @dataclass
 class Computer:
-    """A machine with one process that serves a model.
-
-    Parameters
-    ----------
-    others : callable
-        Bytes that other processes take.
-    load : callable
-        Bytes that all requests need that are there, running or not.
-    """
+    """A machine with one process that serves a model."""
 
     governor: Governor
-    others: Curve
-    load: Curve
+    others: Curve  # bytes that other processes take
+    load: Curve  # bytes that all requests need that are there, running or not
     total: int = 24 * GIB
     weights: int = 5 * GIB
     size: int = 8 * GIB

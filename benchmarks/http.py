@@ -103,25 +103,14 @@ PERCENTILES = (50, 95, 99)
 
 @dataclass(frozen=True)
 class Answer:
-    """What one client got.
+    """What one client got; times in seconds."""
 
-    Attributes
-    ----------
-    due, due_cpu : float
-        When its request was to be sent, and the CPU time of the server when it was sent, in seconds.
-    text : str
-    times, cpu_times : list of float
-        When each character came.
-    failure : str or None
-        What is wrong with it.
-    """
-
-    due: float
-    due_cpu: float
+    due: float  # when its request was to be sent
+    due_cpu: float  # the CPU time of the server when it was sent
     text: str
-    times: list[float] = field(repr=False)
+    times: list[float] = field(repr=False)  # when each character came
     cpu_times: list[float] = field(repr=False)
-    failure: str | None
+    failure: str | None  # what is wrong with it
 
 
 def read(asked: dict[str, Any], got: dict[str, Any]) -> Answer:
@@ -171,23 +160,13 @@ def _events(pieces: Iterable[tuple[float, float, str]]) -> Iterator[tuple[float,
 
 @dataclass(frozen=True)
 class Result:
-    """A run of one server.
-
-    Attributes
-    ----------
-    wall, cpu : float
-        Seconds until the last answer ended, and CPU seconds of the server in them.
-    clients_cpu : float
-        CPU seconds of the clients, which are another process.
-    nbytes : int
-        What the resident memory of the server's process has grown by since it was ready, at its peak.
-    """
+    """A run of one server."""
 
     answers: list[Answer] = field(repr=False)
-    wall: float
-    cpu: float
-    clients_cpu: float
-    nbytes: int = 0
+    wall: float  # seconds until the last answer ended
+    cpu: float  # CPU seconds of the server in them
+    clients_cpu: float  # of the clients, which are another process
+    nbytes: int = 0  # what the resident memory of the server has grown by since it was ready, at its peak
 
     @property
     def failures(self) -> list[str]:
@@ -253,12 +232,7 @@ settings that we tried with the default workload and the tiny model.
 
 @dataclass(frozen=True)
 class Server:
-    """A process that serves.
-
-    Attributes
-    ----------
-    pid, port : int
-    """
+    """A process that serves."""
 
     pid: int
     port: int

@@ -29,22 +29,12 @@ RUNS_MIN = 3
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something to be timed.
-
-    Attributes
-    ----------
-    run : callable
-        The timed function. Its result is dropped.
-    calls : int
-        Times are given per call: one run does this many of them.
-    seconds : float, optional
-        When its runs took this long in total, and `RUNS_MIN` of them count, the contestant pauses.
-    """
+    """Something to be timed."""
 
     name: str
     run: Callable[[], object]
-    calls: int = 1
-    seconds: float | None = None
+    calls: int = 1  # that one run does: times are given per call
+    seconds: float | None = None  # when its runs took so long, and `RUNS_MIN` of them count, the contestant pauses
 
 
 class Timing(NamedTuple):

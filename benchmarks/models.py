@@ -333,25 +333,13 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Line:
-    """What was found of one model file.
-
-    Attributes
-    ----------
-    route : str
-        How it is served, in a word or two.
-    why : str
-        Why its attention gathers, or why it does not run. "" otherwise.
-    held : dict
-        By context and rows.
-    decode, chunk : Beside or None
-        Of one sequence.
-    """
+    """What was found of one model file."""
 
     name: str
-    route: str
-    why: str = ""
-    held: dict[tuple[str, int], Beside] | None = None
-    decode: Beside | None = None
+    route: str  # how it is served, in a word or two
+    why: str = ""  # its attention gathers, or it does not run
+    held: dict[tuple[str, int], Beside] | None = None  # by context and rows
+    decode: Beside | None = None  # of one sequence
     chunk: Beside | None = None
 
     def as_json(self) -> dict[str, Any]:

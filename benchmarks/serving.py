@@ -37,21 +37,11 @@ OPTIONS = {
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Requests, all there at the beginning.
+    """Requests, all there at the beginning."""
 
-    Attributes
-    ----------
-    prompts : list of int32 ``[tokens]``
-        At least one token each.
-    max_tokens : int64 ``[R]``
-        Tokens of each answer, at least 1: requests end by length, so that every server does the same work.
-    shared_prefix : int
-        Tokens that every prompt begins with.
-    """
-
-    prompts: list[NDArray[np.int32]] = field(repr=False)
-    max_tokens: NDArray[np.int64]
-    shared_prefix: int = 0
+    prompts: list[NDArray[np.int32]] = field(repr=False)  # at least one token each
+    max_tokens: NDArray[np.int64]  # of each answer, at least 1; requests end by length: every server does the same work
+    shared_prefix: int = 0  # tokens that every prompt begins with
 
     @property
     def num_tokens(self) -> int:
@@ -104,22 +94,12 @@ PLATEAU = 0.9  # of the steps that decode beside prompts, so many have at most t
 
 @dataclass(slots=True)
 class Tick:
-    """What a server did in one step.
+    """What a server did in one step."""
 
-    Attributes
-    ----------
-    tokens : int
-        Generated.
-    decodes, prefill_tokens : int
-        Rows of one token, and tokens of prompts that were computed.
-    blocks_in_use : int
-        While it ran.
-    """
-
-    tokens: int = 0
-    decodes: int = 0
-    prefill_tokens: int = 0
-    blocks_in_use: int = 0
+    tokens: int = 0  # generated
+    decodes: int = 0  # rows of one token
+    prefill_tokens: int = 0  # of prompts, computed
+    blocks_in_use: int = 0  # while it ran
 
 
 @dataclass
@@ -128,24 +108,14 @@ class Run:
 
     A server has ``add(number, prompt, max_tokens)``, `is_busy`, ``tick()``, which is one step and timed, ``describe()``
     of the last step, ``settle()``, which finishes what was begun ahead, and `tokens`, the answers by number.
-
-    Attributes
-    ----------
-    seconds, cpu_seconds : float
-        Its turns by the clock, and the CPU time of the process in them.
-    wall : float
-        `seconds` when the last token came.
-    ticks : list of Tick
-    costs : list of float
-        CPU seconds of each tick.
     """
 
     server: Any
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    wall: float = 0.0
+    seconds: float = 0.0  # its turns by the clock
+    cpu_seconds: float = 0.0  # of the process in them
+    wall: float = 0.0  # `seconds` when the last token came
     ticks: list[Tick] = field(default_factory=list)
-    costs: list[float] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)  # CPU seconds of each tick
 
     def timed(self, work: Callable[[], object]) -> float:
         """Let the server do something, and return its CPU seconds."""

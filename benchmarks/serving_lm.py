@@ -98,19 +98,11 @@ def block_nbytes(model: Any, block_size: int) -> int:
 
 
 class StockServer:
-    """mlx-lm's own `BatchGenerator` on its own caches, with the prompt cache of mlx-lm's server where that helps.
+    """mlx-lm's own `BatchGenerator` on its own caches, which are counted in blocks of `block_nbytes`.
 
-    Parameters
-    ----------
-    batch : int
-        Sequences at a time, prompts among them.
-    chunk : int
-        Tokens of prompts that one of its steps computes, all prompts together.
-    block_nbytes : int
-        Its caches are counted in blocks of so many bytes, to compare with a pool.
-    shared_prefix : int
-        Tokens that every prompt begins with. If there are any, requests look the prompt cache up when it is their
-        turn, and leave there the shared prefix and what they computed, as mlx-lm's server does.
+    `batch` sequences run at a time, prompts among them; a step computes `chunk` tokens of all prompts together. If
+    every prompt begins with `shared_prefix` tokens, requests look mlx-lm's prompt cache up when it is their turn, and
+    leave there the shared prefix and what they computed, as mlx-lm's server does.
     """
 
     def __init__(self, model: Any, batch: int, *, chunk: int, block_nbytes: int, shared_prefix: int = 0) -> None:
@@ -202,15 +194,7 @@ class StockServer:
 
 
 class EngineServer:
-    """`kvpool.adapters.mlx_lm.engine.Engine` on a pool of its own.
-
-    Parameters
-    ----------
-    num_blocks : int
-        Usable ones.
-    options
-        Of the engine.
-    """
+    """`kvpool.adapters.mlx_lm.engine.Engine` on a pool of its own, of `num_blocks` usable blocks."""
 
     def __init__(self, model: Any, num_blocks: int, block_size: int, max_running: int, **options: Any) -> None:
         self.engine = Engine(model, num_blocks + 1, block_size=block_size, max_running=max_running, **options)

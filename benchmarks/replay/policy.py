@@ -31,28 +31,14 @@ CHUNK = 2048
 
 @dataclass(slots=True)
 class Request:
-    """One request of the trace while it is served.
+    """One request of the trace while it is served."""
 
-    Attributes
-    ----------
-    row : int
-        Its row in the trace.
-    prompt, output : int
-        Tokens.
-    generated : int
-        Tokens of the answer so far; a preempted request keeps them.
-    cached : int
-        Tokens of it that the cache had when it was admitted.
-    handle : int
-        Its sequence in the pool, while it runs.
-    """
-
-    row: int
-    prompt: int
+    row: int  # in the trace
+    prompt: int  # tokens
     output: int
-    generated: int = 0
-    cached: int = 0
-    handle: int = -1
+    generated: int = 0  # tokens of the answer so far; a preempted request keeps them
+    cached: int = 0  # tokens of it that the cache had when it was admitted
+    handle: int = -1  # its sequence in the pool, while it runs
 
     @property
     def length(self) -> int:
@@ -76,20 +62,6 @@ class Replay:
     When blocks run out, the request admitted last is preempted: it releases its blocks, keeps its generated tokens and
     goes to the head of the queue; admitted again, its prompt may hit the cache, its generated tokens are computed
     again. A request alone in the pool that needs one more block is rejected, or it would preempt itself for ever.
-
-    Parameters
-    ----------
-    trace : Trace
-    num_blocks : int
-        Usable blocks; the reserved block of the pool comes on top.
-    block_size : int
-        Tokens per block.
-    concurrency : int
-        Most requests that run at a time.
-    shape : HybridShape, optional
-        What a model keeps; None: one full group.
-    store : kvpool.store.BlockStore, optional
-        A tier behind the pool, see `replay`.
     """
 
     def __init__(

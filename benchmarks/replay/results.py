@@ -8,22 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a replay counted.
+    """What a replay counted."""
 
-    Attributes
-    ----------
-    num_blocks, block_size : int
-        The pool; usable blocks.
-    concurrency : int
-        The most requests at a time.
-    counters : dict
-        The policy's counters by name, in the order of its definition.
-    """
-
-    num_blocks: int
+    num_blocks: int  # of the pool, usable ones
     block_size: int
-    concurrency: int
-    counters: dict[str, Any]
+    concurrency: int  # the most requests at a time
+    counters: dict[str, Any]  # of the policy, by name
 
     @property
     def hit_rate(self) -> float:

@@ -25,25 +25,14 @@ EVERY = 16
 
 @dataclass(frozen=True)
 class Retained:
-    """What a replay with directives, and one without, have found.
+    """What a replay with directives, and one without, have found, in tokens."""
 
-    Attributes
-    ----------
-    due, found, found_without : int
-        Tokens that requests have in common with the kept one before in their conversation, if they come back inside
-        its ttl; of these, found; the same without directives.
-    others, others_without : int
-        Tokens that all other requests found.
-    most_kept : float
-        The largest share of the pool that was kept at a time.
-    """
-
-    due: int
-    found: int
-    found_without: int
-    others: int
+    due: int  # in common with the kept request before in their conversation, of those that come back inside its ttl
+    found: int  # of these
+    found_without: int  # the same without directives
+    others: int  # that all other requests found
     others_without: int
-    most_kept: float
+    most_kept: float  # the largest share of the pool that was kept at a time
 
 
 def with_pauses(trace: Trace, ttl: int) -> tuple[np.ndarray, np.ndarray]:

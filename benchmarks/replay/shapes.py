@@ -46,23 +46,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class HybridShape:
-    """What a model keeps, in blocks of one arena.
-
-    Attributes
-    ----------
-    layers : tuple of LayerGroup
-    block_size : int
-        Tokens of a base block.
-    block_nbytes : int
-        Bytes of a block of the arena.
-    groups : tuple of Group
-        Those of blocks, in the order of `layers`; all states are one group, the last one.
-    """
+    """What a model keeps, in blocks of one arena."""
 
     layers: tuple[LayerGroup, ...]
-    block_size: int
-    block_nbytes: int
-    groups: tuple[Group, ...]
+    block_size: int  # tokens of a base block
+    block_nbytes: int  # of a block of the arena
+    groups: tuple[Group, ...]  # those of blocks, in the order of `layers`; all states are one group, the last one
 
     @property
     def token_nbytes(self) -> int:
