@@ -60,13 +60,6 @@ def test_marks_leave_tests_out_of_make_test_and_of_every_run_but_verify(pytestco
     assert "-m 'not slow'" in PROJECT["tool"]["pytest"]["ini_options"]["addopts"]
 
 
-def jobs(workflow):
-    """Return name -> text of every job of a workflow."""
-    text = workflow.read_text().partition("\njobs:\n")[2]
-    names = re.findall(r"^  ([\w-]+):$", text, re.MULTILINE)
-    return dict(zip(names, re.split(r"^  [\w-]+:$", text, flags=re.MULTILINE)[1:], strict=True))
-
-
 def test_every_test_runs_each_night():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
     (event,) = workflow[True]["schedule"]  # YAML reads `on` as true
