@@ -6,6 +6,7 @@ long and changes neither what is in it nor what it computes; the size that count
 build in place.
 """
 
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from type_reports import MARK, planted, reported
 
 import kvpool
 
@@ -139,6 +139,37 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel_names, source_tree):
             elif path.suffix in (".py", ".pyi", ".pxd", ".metal", ".h", ".cpp") or path.name == "py.typed":
                 expected.add(name)
     assert found == expected
+
+
+#: An engine as a user writes it, whose comments name what each checker has to say of its mistakes.
+PROGRAM = ROOT / "tests" / "helpers" / "user_program.py"
+MARK = {"mypy": r"# type: ignore\[([\w-]+)\]", "pyright": r"# pyright: ignore\[(\w+)\]"}
+
+
+def planted(checker):
+    """(line, rule) of each mistake that the program's comments name."""
+    lines = enumerate(PROGRAM.read_text().splitlines(), 1)
+    return {(number, rule) for number, line in lines for rule in re.findall(MARK[checker], line)}
+
+
+def reported(checker, folder, python):
+    """(line, rule) of each mistake that a checker finds in the program without its comments, in `folder`."""
+    program = folder / PROGRAM.name
+    program.write_text(re.sub(r"  # type: ignore.*", "", PROGRAM.read_text()))
+    options = {
+        "mypy": ["--python-executable", python, "--config-file=", "--cache-dir", "cache", "--no-error-summary"],
+        "pyright": ["--pythonpath", python, "--outputjson"],
+    }[checker]
+    result = subprocess.run(
+        [sys.executable, "-m", checker, *options, program.name],
+        cwd=folder, env=os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stdout + result.stderr
+    if checker == "pyright":
+        found = json.loads(result.stdout)["generalDiagnostics"]
+        return {(one["range"]["start"]["line"] + 1, one["rule"]) for one in found}
+    found = re.findall(r"^user_program\.py:(\d+): error: .*\[([\w-]+)\]$", result.stdout, re.MULTILINE)
+    return {(int(line), rule) for line, rule in found}
 
 
 @pytest.mark.parametrize("checker", MARK)
