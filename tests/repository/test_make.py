@@ -160,12 +160,3 @@ def test_python_releases_tested_are_those_that_wheels_are_built_for():
     (tested,) = re.findall(r"^ +python: \[(.*)\]$", matrix, re.MULTILINE)
     built = re.findall(r"cp3(\d+)-", PROJECT["tool"]["cibuildwheel"]["build"])
     assert {built[0], built[-1]} <= set(re.findall(r"3\.(\d+)", tested))
-
-
-def test_adapter_takes_the_mlx_lm_that_is_installed():
-    pytest.importorskip("mlx_lm")
-    from mlx_models import tiny_llama
-
-    from kvpool.adapters.mlx_lm import install
-
-    assert install(tiny_llama(), 16).num_layers == 3
