@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as whole
-from benchmarks import eviction
+from benchmarks import block_pool, eviction, vllm_source
 from benchmarks.command import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,3 +81,24 @@ def test_eviction_prints_a_share_for_every_policy_and_its_gate_is_the_exit_statu
     monkeypatch.setattr(eviction, "SHARE_MAX", -1)
     assert main(eviction, [*asked, "--gates"]) == 1
     assert main(eviction, asked) == 0, "not asked for"
+
+
+# ------------------------------------------------------------------------------------------------ block pool
+
+
+def test_block_pool_without_vllm_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setenv(vllm_source.VARIABLE, "/nowhere")
+    assert main(block_pool, []) == 2
+    assert "benchmarks.block_pool: vLLM is not here: KVPOOL_VLLM has to name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "missed"), [(0, False), (1e9, True)])
+def test_block_pool_has_a_row_per_call_and_its_gate_is_the_exit_status(monkeypatch, capsys, limit, missed):
+    if vllm_source.load() is None:
+        pytest.skip(vllm_source.ABSENT)
+    monkeypatch.setattr(block_pool, "TIMES_MIN", {1: limit, 100: limit})
+    assert main(block_pool, ["--rounds", "4", "--gates"]) == missed
+    rows = capsys.readouterr().out.splitlines()[:-1]
+    calls = ("get", "free", "lookup", "cache", "touch", "evict")
+    assert len(rows) == 22 and all(sum(row[3:].startswith(call) for row in rows) >= 2 for call in calls)
+    assert all(row.startswith("NO" if missed else "ok") for row in rows)
