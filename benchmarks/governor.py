@@ -1,7 +1,7 @@
 """What `kvpool.governor` decides on a simulated machine: an editor, a browser and a second model arrive and leave.
 
-The machine knows nothing of the policy: it has memory, others that take it, a process with weights and a pool in
-layers, and a buffer cache that keeps what was freed.
+``python -m benchmarks.governor --plot docs/governor.png`` draws it. The machine knows nothing of the policy: it has
+memory, others that take it, a process with weights and a pool in layers, and a buffer cache that keeps what was freed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from benchmarks import picture
 from benchmarks.command import main
 from kvpool.governor import KEEP, Decision, Governor, Holder, Machine
 
 GIB = 2**30
+OPTIONS = {"plot": ("", "PNG: write the picture there")}
 Curve = Callable[[float], float]  # of seconds
 
 
@@ -112,14 +115,51 @@ def day(seed: int = 7) -> tuple[Curve, Curve]:
     return others, load
 
 
+def draw(path: Path, computer: Computer) -> None:
+    """Write the picture."""
+    shown: dict[str, Any] = {"left": 0.07, "right": 0.97, "bottom": 0.2, "top": 0.85}
+    title = "What others need, the pool gives back, and takes again when requests wait"
+    about = f"a simulated machine of {computer.total // GIB} GiB; {computer.governor.reserve / GIB:g} GiB stay free"
+    figure = picture.Picture((9.6, 4.8), title, about, grid={"nrows": 1, "ncols": 1}, room=shown)
+    axes = figure.panels[0, 0]
+    minutes = [one.seconds / 60 for one in computer.moments]
+    bottoms = [0.0] * len(minutes)
+    for name, color, values in (
+        ("others", picture.OTHER_LIGHT, [one.others for one in computer.moments]),
+        ("weights", picture.GRID, [computer.weights] * len(minutes)),
+        ("requests", picture.BLOCKS, [one.live for one in computer.moments]),
+        ("cached and blank blocks", picture.BLOCKS_LIGHT, [one.size - one.live for one in computer.moments]),
+        ("buffers of MLX", picture.OTHER, [one.buffers for one in computer.moments]),
+    ):
+        tops = [low + value / GIB for low, value in zip(bottoms, values, strict=True)]
+        axes.fill_between(minutes, bottoms, tops, color=color, label=name, linewidth=0)
+        bottoms = tops
+    free = (computer.total - computer.governor.reserve) / GIB
+    axes.axhline(free, color=picture.MUTED, linestyle=picture.DASHED, linewidth=1)
+    last = ""
+    for one in computer.resizes:
+        if one.decision.reason != last:
+            at, side = (one.seconds / 60, free + 0.4), "left" if one.seconds < 0.8 * len(minutes) else "center"
+            axes.annotate(one.decision.reason, at, ha=side, fontsize=8, color=picture.INK)
+        last = one.decision.reason
+    axes.set_ylim(0, computer.total / GIB + 1.5)
+    axes.set_xlim(0, minutes[-1])
+    picture.name(axes, "", "GiB", "minutes")
+    picture.legend(axes, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=5)
+    figure.save(path)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Print each decision."""
+    """Print each decision, and draw the picture if asked to."""
     others, load = day()
     governor = Governor(GIB, 10 * GIB, 2 * GIB, idle_release=120)
     computer = Computer(governor, others, load).run(1800)
     for one in computer.moments:
         if one.decision.reason != KEEP and one in computer.resizes:
             print(f"{one.seconds / 60:5.1f} min  {one.size / GIB:5.2f} GiB  {one.decision.reason}")
+    if args.plot:
+        picture.check("--plot", Path(args.plot))
+        draw(Path(args.plot), computer)
     return 0
 
 

@@ -112,10 +112,11 @@ def test_idle_pool_shrinks_to_the_floor_and_the_next_request_does_not_wait():
     assert computer.size == 6 * GIB
 
 
-def test_simulated_day_has_each_reason_and_keeps_the_reserve(capsys):
-    main(simulated, [])
+def test_day_of_the_picture_has_each_reason_and_keeps_the_reserve(capsys, tmp_path):
+    main(simulated, ["--plot", str(tmp_path / "day.png")])
     lines = capsys.readouterr().out.splitlines()
     assert {line.split("GiB  ")[1] for line in lines} == {governor.OTHERS, governor.WAITING, governor.IDLE}
+    assert (tmp_path / "day.png").stat().st_size > 20_000
     computer = Computer(governed(), *day()).run(1800)
     late = [one for one in computer.moments if not 840 <= one.seconds < 844]  # the model arrives at once
     assert max(one.size + one.buffers - max(one.room, GIB) for one in late) <= computer.size // computer.layers
