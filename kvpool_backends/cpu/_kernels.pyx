@@ -263,7 +263,6 @@ cdef class BlockStore:
     cdef Scratch lists                  # lengths or ids of a call, as the kernels want them
     cdef Scratch tables                 # and its block ids
     cdef Scratch work                   # what kv_attend asks for
-    cdef int64_t scores_nbytes          # of `work`, the most that a call's scores took
     cdef object __weakref__
 
     __signature__ = signature(_signatures.BlockStore)
@@ -307,11 +306,6 @@ cdef class BlockStore:
         """Memory that calls have left for the next ones: as much as the largest needed."""
         return (load_size(&self.lists.nbytes, RELAXED) + load_size(&self.tables.nbytes, RELAXED)
                 + load_size(&self.work.nbytes, RELAXED))
-
-    @property
-    def scores_scratch_nbytes(self):
-        """Of it, the most that the scores of a call took."""
-        return load_size(&self.scores_nbytes, RELAXED)
 
     def addresses(self):
         """Addresses of the base arrays."""
@@ -414,8 +408,6 @@ cdef class BlockStore:
             with nogil:
                 nbytes = kv_attend_scratch_nbytes(self.kernels, &call, threads)
             grow(&self.work, nbytes)
-            if inputs.scores != NULL:
-                store_size(&self.scores_nbytes, max(self.scores_nbytes, kv_scores_scratch_nbytes(&call)), RELAXED)
             with nogil:
                 is_stopped = kv_attend(self.kernels, &call, self.work.data, threads)
             if is_stopped:

@@ -14,17 +14,17 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
-from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
+from kvpool.protocol import AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
+from kvpool.spec import KVSpec
 from kvpool_backends.checks import check_layer, checked_queries, checked_results, checked_step
-from kvpool_backends.mlx.base import DTYPES, BaseBackend, has_metal, int32
+from kvpool_backends.mlx.base import BaseBackend, has_metal, int32
 from kvpool_backends.mlx.metal_kernels import (
     HEAD_DIM_MAX,
     PART_TOKENS,
@@ -403,21 +403,13 @@ def has_tensor_operations() -> bool:
 
 def metal_capabilities(layouts: tuple[str, ...]) -> Capabilities:
     """Return the capabilities of the kernels, for a storage with these layouts."""
-    return Capabilities(
-        name="mlx",
+    return replace(
+        PlainBackend.capabilities,
         layouts=layouts,
-        dtypes=tuple(DTYPES),
         head_dims=HEAD_DIMS,
         block_sizes=BLOCK_SIZES,
-        return_attn=False,
-        features=FEATURES,
-        compacts=True,
-        quant_bits=QUANT_BITS,
-        quant_group_sizes=QUANT_GROUP_SIZES,
-        scores=SCORES,
         batch_invariant=True,
-        arrays="mlx",
-        lazy=True,
+        paged=True,
         latent=True,
     )
 
