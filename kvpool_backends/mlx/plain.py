@@ -162,65 +162,26 @@ class PlainBackend(BaseBackend):
         if not len(rows):
             out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
             return out if scores is None else (out, exported)
-        read, first = step.of_rows(rows), step.cu_q_lens[rows]
-        out = self._attend(layer, q, read, first, q_lens[rows], scale, options)
-        if scores is None:
-            return out
-        newest = first + q_lens[rows] - 1
-        exported[int32(rows)] = self._scores(layer, q, read, newest, scale, options, scores)
-        return out, exported
-
-    def _attend(
-        self,
-        layer: int,
-        q: mx.array,
-        step: PlainStep,
-        first: np.ndarray,
-        q_lens: np.ndarray,
-        scale: float,
-        options: AttentionOptions,
-    ) -> mx.array:
-        """Do `attend` for rows that have queries. first, q_lens: int64 ``[B]``."""
-        longest = int(q_lens.max())
-        column = np.arange(longest)
+        read, first, q_lens = step.of_rows(rows), step.cu_q_lens[rows], q_lens[rows]
         # Query j of row i is token first[i] + j; past its end a row repeats its last query, which is dropped.
-        index = first[:, None] + np.minimum(column, q_lens[:, None] - 1)
-        position = (step.seq_lens - q_lens)[:, None] + np.minimum(column, q_lens[:, None] - 1)
-        k, v = self.read(step, layer)
-        mask = options.mask
+        real = np.arange(int(q_lens.max())) < q_lens[:, None]
+        column = np.where(real, np.arange(real.shape[1]), q_lens[:, None] - 1)
+        index, position = first[:, None] + column, (read.seq_lens - q_lens)[:, None] + column
+        keys, values = self.read(read, layer)
+        k, v, mask = keys.astype(q.dtype), values.astype(q.dtype), options.mask
         if mask is not None:
-            mask = mask.reshape(mask.shape[0], -1, mask.shape[-1])[index, :, : step.kv_len]
-        out = attention(
-            q[int32(index)].swapaxes(1, 2),
-            k.astype(q.dtype),
-            v.astype(q.dtype),
-            scale,
-            position,
-            options,
-            mask,
-        ).swapaxes(1, 2)
-        real = column < q_lens[:, None]
+            mask = mask.reshape(mask.shape[0], -1, mask.shape[-1])[..., : step.kv_len]
+        shown = None if mask is None else mask[index]
+        out = attention(q[int32(index)].swapaxes(1, 2), k, v, scale, position, options, shown).swapaxes(1, 2)
         result = mx.zeros((q.shape[0], *out.shape[2:]), out.dtype)
         result[int32(index[real])] = out.flatten(0, 1)[int32(np.flatnonzero(real))]
-        return result
-
-    def _scores(
-        self,
-        layer: int,
-        q: mx.array,
-        step: PlainStep,
-        newest: np.ndarray,
-        scale: float,
-        options: AttentionOptions,
-        kind: str,
-    ) -> mx.array:
-        """Return scores ``[B, Hk, C]`` of the rows that have queries. `newest`, int64 ``[B]``: their newest queries."""
-        k, _ = self.read(step, layer)
-        mask = options.mask
-        if mask is not None:
-            mask = mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])[newest, ..., : step.kv_len]
-        position = step.seq_lens[:, None] - 1
-        return exported_scores(q[int32(newest)][:, :, None], k, scale, position, options, mask, kind)
+        if scores is None:
+            return result
+        newest, position = first + q_lens - 1, read.seq_lens[:, None] - 1
+        shown = None if mask is None else mask[newest][:, None]
+        q = q[int32(newest)][:, :, None]
+        exported[int32(rows)] = exported_scores(q, keys, scale, position, options, shown, scores)
+        return result, exported
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
         check_layer(self, "read", layer)
