@@ -59,9 +59,7 @@ def isas():
 def tilings():
     """What suits a decode, for each of `isas()`: ``{"tokens", "keys", "queries", "vectors", "layout"}``.
 
-    A tile of tokens is looked up in the block table at once. Of these, so many keys meet so many queries in registers.
-    Values are added up for so many vectors of as many queries. The layout is that of a pool for which nobody has chosen
-    one.
+    Tokens of a tile; keys and queries that meet in registers; vectors of values; the layout of a spec without one.
     """
     cdef dict found = {}
     for i in range(kv_isa_count()):

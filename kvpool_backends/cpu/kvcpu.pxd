@@ -30,7 +30,6 @@ cdef extern from "kvcpu.h" nogil:
         int64_t token_stride, head_stride, dim_stride
 
     ctypedef enum kv_score_kind:
-        KV_NO_SCORES
         KV_RAW
         KV_MASS
 
