@@ -1,12 +1,11 @@
 """The Metal route: attention by the kernels of `kvpool_backends.metal`, straight over the pool.
 
-Decode and small windows run `paged_attention`. Larger groups of query heads and chunks run `paged_matrix`. Both take
-any options. A long chunk of plain attention is bound by arithmetic, not by reads. So its context is gathered, in the
-order that MLX takes, for MLX's own attention, which knows each GPU's matrix units: for head dimensions for which that
-makes no array of all scores.
+A long chunk of plain attention is bound by arithmetic, not by reads. So its context is gathered, in the order that MLX
+takes, for MLX's own attention, which knows each GPU's matrix units: for head dimensions for which that makes no array
+of all scores.
 
-`MetalAttention` reads. There are two ways to write. `MetalBackend` scatters as the plain route does, with every MLX.
-`kvpool_backends.mlx.native.metal.NativeMetalBackend` writes in place with the extension.
+`MetalAttention` reads. `MetalBackend` writes by scatters as the plain route does, `native.metal.NativeMetalBackend` in
+place.
 """
 
 from __future__ import annotations
