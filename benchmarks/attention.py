@@ -82,7 +82,7 @@ class Row:
     repetitions: int
     is_complete: bool
     torch: float | None = None  # of decode: least time of torch's attention over dense, contiguous K and V
-    scores_nbytes: int | None = None  # memory of scores, scratch included
+    scores_nbytes: int | None = None  # memory of the array of scores
 
     @property
     def ratio(self) -> float:
@@ -286,10 +286,7 @@ def scored(dtype: str, batch: int, context: int, n: int, go: Callable[..., Race]
     without = Contestant("without", repeated(call.attend, times), times)
     found = go(without, [Contestant(kind, repeated(run, times), times) for kind, run in runs.items()])
     for kind, out in outs.items():
-        aside = call.backend.store.scores_scratch_nbytes if kind == "mass" else 0
-        yield Row(
-            kind, dtype, n, batch, context, nbytes, "decode", **timed(found, kind), scores_nbytes=out.nbytes + aside
-        )
+        yield Row(kind, dtype, n, batch, context, nbytes, "decode", **timed(found, kind), scores_nbytes=out.nbytes)
 
 
 def repeated(run: Callable[[], object], times: int) -> Callable[[], None]:

@@ -59,9 +59,7 @@ def isas():
 def tilings():
     """What suits a decode, for each of `isas()`: ``{"tokens", "keys", "queries", "vectors", "layout"}``.
 
-    A tile of tokens is looked up in the block table at once. Of these, so many keys meet so many queries in registers.
-    Values are added up for so many vectors of as many queries. The layout is that of a pool for which nobody has chosen
-    one.
+    Tokens of a tile; keys and queries that meet in registers; vectors of values; the layout of a spec without one.
     """
     cdef dict found = {}
     for i in range(kv_isa_count()):
@@ -263,7 +261,6 @@ cdef class BlockStore:
     cdef Scratch lists                  # lengths or ids of a call, as the kernels want them
     cdef Scratch tables                 # and its block ids
     cdef Scratch work                   # what kv_attend asks for
-    cdef int64_t scores_nbytes          # of `work`, the most that a call's scores took
     cdef object __weakref__
 
     __signature__ = signature(_signatures.BlockStore)
@@ -307,11 +304,6 @@ cdef class BlockStore:
         """Memory that calls have left for the next ones: as much as the largest needed."""
         return (load_size(&self.lists.nbytes, RELAXED) + load_size(&self.tables.nbytes, RELAXED)
                 + load_size(&self.work.nbytes, RELAXED))
-
-    @property
-    def scores_scratch_nbytes(self):
-        """Of it, the most that the scores of a call took."""
-        return load_size(&self.scores_nbytes, RELAXED)
 
     def addresses(self):
         """Addresses of the base arrays."""
@@ -414,8 +406,6 @@ cdef class BlockStore:
             with nogil:
                 nbytes = kv_attend_scratch_nbytes(self.kernels, &call, threads)
             grow(&self.work, nbytes)
-            if inputs.scores != NULL:
-                store_size(&self.scores_nbytes, max(self.scores_nbytes, kv_scores_scratch_nbytes(&call)), RELAXED)
             with nogil:
                 is_stopped = kv_attend(self.kernels, &call, self.work.data, threads)
             if is_stopped:

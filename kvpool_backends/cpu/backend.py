@@ -48,12 +48,8 @@ def zeroed(
 
     The system hands out the pages when they are first written. Two things make this faster than `numpy.zeros` for
     attention: with pages of 4 KB every second block of a random table misses the TLB, and numpy's arrays begin 16
-    bytes into a cache line, so that every vector load would touch two lines (a quarter more time, measured).
-
-    Raises
-    ------
-    MemoryError
-        ``[call] ...``: the system has not that much address space.
+    bytes into a cache line, so that every vector load would touch two lines (a quarter more time, measured). Raises
+    MemoryError, ``[call] ...``, if the system has not that much address space.
     """
     begins, end = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
@@ -266,7 +262,7 @@ class CPUBackend(StoreBackend):
         """See `KVBackend.attend`. The kernels never hold all weights of a query: no `return_attn`.
 
         "raw" scores cost a store per KV head and position; "mass" lays the scores of all query heads aside meanwhile,
-        ``4 * Hq`` bytes for a token (`BlockStore.scores_scratch_nbytes`).
+        ``4 * Hq`` bytes for a token.
         """
         rows = len(step.seq_lens)
         if return_attn or scores is not None or scores_out is not None:

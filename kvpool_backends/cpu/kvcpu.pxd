@@ -9,8 +9,6 @@ cdef extern from "kvcpu.h" nogil:
         KV_BF16
         KV_F8
 
-    int64_t kv_itemsize(kv_dtype dtype)
-
     ctypedef struct kv_part:
         char* base
         int64_t block_stride, slot_stride, head_stride
@@ -32,7 +30,6 @@ cdef extern from "kvcpu.h" nogil:
         int64_t token_stride, head_stride, dim_stride
 
     ctypedef enum kv_score_kind:
-        KV_NO_SCORES
         KV_RAW
         KV_MASS
 
@@ -62,7 +59,6 @@ cdef extern from "kvcpu.h" nogil:
         pass
 
     int64_t kv_attend_scratch_nbytes(const kv_isa* isa, const kv_attention* call, int num_threads)
-    int64_t kv_scores_scratch_nbytes(const kv_attention* call)
     int kv_attend(const kv_isa* isa, const kv_attention* call, void* scratch, int num_threads)
     void kv_write(const kv_isa* isa, const kv_layer* layer, const kv_tokens* k, const kv_tokens* v,
                   const int64_t* slots, int64_t num_tokens, int num_threads)

@@ -1,13 +1,7 @@
 """The mlx backend: MLX owns the pool's memory. `MLXBackend` makes a backend of the route that fits.
 
-- *metal* (`kvpool_backends.mlx.metal`): where MLX computes on a GPU with Metal. Attention by kernels of Metal,
-  straight over the pool, all of it lazy. Layout "NHD", every layout with the native extension.
-- *cuda* (`kvpool_backends.mlx.cuda`): where MLX computes on a GPU with CUDA. The same kernels, without the extension.
-- *kernels* (`kvpool_backends.mlx.cpu_kernels`): where MLX computes on the CPU. The CPU kernels work on the pool in
-  place, at once, and MLX itself never computes with it. All layouts, all options of attention. Where the extension
-  was built (`kvpool_backends.mlx.native`), the same kernels run as lazy nodes of MLX's graph.
-- *plain* (`kvpool_backends.mlx.plain`): on every device that MLX has. Writes are scatters, reads are gathers for
-  MLX's own attention, all of it lazy. Layout "NHD".
+Routes are the modules `metal` and `cuda` for GPUs, `cpu_kernels` where MLX computes on the CPU, and `plain` for every
+device. Where the extension was built (`native`), those for Metal and the CPU write in place, lazily.
 """
 
 from __future__ import annotations

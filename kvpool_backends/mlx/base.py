@@ -24,22 +24,11 @@ _STORED = {**DTYPES, "uint32": mx.uint32, "uint8": mx.uint8}
 
 
 class PoolMemory:
-    """Zeroed arrays for all planes of all layers.
+    """Zeroed `arrays` of `KVSpec.base_arrays`, in its order; none for 0 blocks, whose memory is somebody else's.
 
-    Parameters
-    ----------
-    num_blocks : int
-        0: no arrays, the memory is somebody else's.
-    alignment : int
-        In bytes, of where each array begins. MLX's own arrays begin 24 bytes into a cache line, and attention on 16-bit
-        values takes a third more time there (measured); arrays that begin elsewhere are views, which MLX cannot donate.
-
-    Attributes
-    ----------
-    arrays : list of mx.array
-        Those of `KVSpec.base_arrays`, in its order.
-    num_copies : int
-        Arrays that were found in another buffer than before, see `count_copies`.
+    `alignment` is that of where each array begins, in bytes. MLX's own arrays begin 24 bytes into a cache line, and
+    attention on 16-bit values takes a third more time there (measured); arrays that begin elsewhere are views, which
+    MLX cannot donate. `num_copies` is what `count_copies` has found so far.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, alignment: int = 1) -> None:
@@ -143,12 +132,7 @@ def int32(x: np.ndarray) -> mx.array:
 
 
 class BaseBackend:
-    """KV storage in MLX's memory, by one of the routes. Implements `kvpool.protocol.KVBackend`.
-
-    Parameters
-    ----------
-    spec, num_blocks, storage, metal_kernel
-        See `kvpool_backends.mlx.MLXBackend`.
+    """KV storage in MLX's memory, by one of the routes; made by `kvpool_backends.mlx.MLXBackend`.
 
     Attributes
     ----------
@@ -159,11 +143,6 @@ class BaseBackend:
         Of the stored values.
     pool_copies : int
         Pool arrays that were found copied so far, see `settle`; 0 where writes are in place.
-
-    Raises
-    ------
-    ValueError
-        What `capabilities` refuses, or `num_blocks` < 1.
     """
 
     required_formats: tuple[str, ...] = ("block_tables", "seq_lens", "slot_mapping", "cu_q_lens")
@@ -227,7 +206,6 @@ class BaseBackend:
 
     @property
     def pool_copies(self) -> int:
-        """Number of pool arrays that MLX has copied, as counted so far."""
         return self._pool.num_copies
 
 

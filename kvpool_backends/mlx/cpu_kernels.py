@@ -1,23 +1,16 @@
 """The kernel route: the CPU kernels on MLX's memory, in place.
 
-MLX allocates the pool's arrays and never computes with them afterwards. So there is no lazy operation on the pool.
-Nothing has to be ordered against MLX's graph, and MLX never copies the pool: neither for views that somebody keeps nor
-for steps that a caller pipelines with ``mx.async_eval``. Two rules for every call ensure this:
+MLX allocates the pool's arrays and never computes with them afterwards: nothing has to be ordered against its graph,
+and it never copies the pool, whatever views are kept and steps are pipelined. Two rules for every call ensure this:
 
 - *In*: the call first evaluates its MLX arrays (k and v, or q) and all that they depend on. Then the kernel runs at
   once, on the calling thread. Other work that is queued in MLX stays queued.
 - *Out*: a result is a new MLX array. It is allocated and evaluated before the kernel writes it, and no operation uses
-  it before. For MLX it is an array like any other, on any stream.
+  it before.
 
-Consequences for a caller:
-
-- Calls take effect in their order. A block may be given to another sequence when the last call that uses it has
-  returned.
-- ``mx.async_eval`` of operations on a result is fine. But a call waits for its inputs. So while a step runs, the next
-  one can be built only up to its first `write`.
-- Inside ``mx.compile`` and ``mx.vmap`` arrays have no content, and a call raises RuntimeError. ``mx.grad`` treats a
-  result as a constant.
-- One thread at a time, as for all MLX graphs. Another thread may continue from the results.
+So calls take effect in their order, and while a step runs, the next one can be built only up to its first `write`.
+Inside ``mx.compile`` and ``mx.vmap`` arrays have no content, and a call raises RuntimeError. One thread at a time, as
+for all MLX graphs; another thread may continue from the results.
 """
 
 from __future__ import annotations

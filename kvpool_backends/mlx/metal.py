@@ -1,12 +1,11 @@
 """The Metal route: attention by the kernels of `kvpool_backends.metal`, straight over the pool.
 
-Decode and small windows run `paged_attention`. Larger groups of query heads and chunks run `paged_matrix`. Both take
-any options. A long chunk of plain attention is bound by arithmetic, not by reads. So its context is gathered, in the
-order that MLX takes, for MLX's own attention, which knows each GPU's matrix units: for head dimensions for which that
-makes no array of all scores.
+A long chunk of plain attention is bound by arithmetic, not by reads. So its context is gathered, in the order that MLX
+takes, for MLX's own attention, which knows each GPU's matrix units: for head dimensions for which that makes no array
+of all scores.
 
-`MetalAttention` reads. There are two ways to write. `MetalBackend` scatters as the plain route does, with every MLX.
-`kvpool_backends.mlx.native.metal.NativeMetalBackend` writes in place with the extension.
+`MetalAttention` reads. `MetalBackend` writes by scatters as the plain route does, `native.metal.NativeMetalBackend` in
+place.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvpool.protocol import FEATURES, SCORES, AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
-from kvpool.spec import QUANT_BITS, QUANT_GROUP_SIZES, KVSpec
+from kvpool.protocol import AnyPlan, AttentionOptions, BatchShape, Capabilities, KVBackend, StepArrays
+from kvpool.spec import KVSpec
 from kvpool_backends.checks import check_layer, checked_queries, checked_results, checked_step
-from kvpool_backends.mlx.base import DTYPES, BaseBackend, has_metal, int32
+from kvpool_backends.mlx.base import BaseBackend, has_metal, int32
 from kvpool_backends.mlx.metal_kernels import (
     HEAD_DIM_MAX,
     PART_TOKENS,
@@ -140,7 +139,9 @@ class MetalAttention(_Storage):
         if bound is None:
             scale, options = checked_queries(self, step, layer, q, scale, options)
             if not len(q) or not step.cu_q_lens[-1]:
-                return self._no_queries(step, q, scores)
+                out = mx.zeros((*q.shape[:2], self.spec.result_dim), q.dtype)
+                shape = len(step.seq_lens), self.spec.num_kv_heads, int(step.seq_lens.max(initial=0))
+                return out if scores is None else (out, mx.zeros(shape))
             bound = self._bind(step, q, scale, options, scores)
             if kind is not None:
                 step.bound[call] = bound
@@ -186,11 +187,6 @@ class MetalAttention(_Storage):
                     self._warm_attend(shape.num_q_heads, q_lens, contexts, chosen, kind)
 
     # ----------------------------------------------------------------------------------------- internals
-
-    def _no_queries(self, plan: MetalStep, q: mx.array, scores: str | None) -> Any:
-        shape = (len(plan.seq_lens), self.spec.num_kv_heads, int(plan.seq_lens.max(initial=0)))
-        out = mx.zeros((*q.shape[:2], self.spec.result_dim), q.dtype)
-        return out if scores is None else (out, mx.zeros(shape))
 
     def _bind(self, plan: MetalStep, q: mx.array, scale: float, options: AttentionOptions, scores: str | None) -> Bound:
         """Return what layers share whose queries are alike and whose options differ in values only."""
@@ -290,44 +286,30 @@ class MetalAttention(_Storage):
         places = []
         for kind in (0, 1):
             tokens = np.flatnonzero(owner == kind)
-            if len(tokens):
-                taken = np.where((is_matrix == kind) & ~is_chunk, q_lens, 0)
-                step = self._attention_step(plan, taken, len(tokens), group, scale, options, scores is not None)
-                launches.append((step, None if len(tokens) == len(q) else int32(tokens)))
-                places.append(tokens)
+            if not len(tokens):
+                continue
+            taken = np.where((is_matrix == kind) & ~is_chunk, q_lens, 0)
+            tiles = head_tiles(self.spec, group, int(taken.max(initial=1)))
+            work = plan_attention(
+                plan.seq_lens,
+                np.concatenate([[0], np.cumsum(taken)]),
+                len(tokens),
+                tiles=tiles,
+                window=options.window,
+                **parts_of(self.spec, tiles, self.part_tokens),
+            )
+            padding = max(0, -(-CONSTANT_SIZE_MAX // work.parts.shape[1]) - len(work.parts))
+            work = work._replace(parts=np.pad(work.parts, ((0, padding), (0, 0)), constant_values=1))
+            step = attention_step(work, plan.tables, scale, options)
+            if scores is not None:
+                step = step._replace(export=score_export(work, plan.seq_lens, options.window, CONSTANT_SIZE_MAX))
+            launches.append((step, None if len(tokens) == len(q) else int32(tokens)))
+            places.append(tokens)
         chunks = tuple((int(row), int(starts[row]), int(starts[row + 1])) for row in np.flatnonzero(is_chunk))
         places += [np.arange(first, last) for _, first, last in chunks]
         order = None if len(places) == 1 else int32(np.argsort(np.concatenate(places)))
         plan.work[key] = Work(tuple(launches), chunks, order)
         return plan.work[key]
-
-    def _attention_step(
-        self,
-        plan: MetalStep,
-        q_lens: np.ndarray,
-        num_tokens: int,
-        group: int,
-        scale: float,
-        options: AttentionOptions,
-        with_scores: bool,
-    ) -> AttentionStep:
-        tiles = head_tiles(self.spec, group, int(q_lens.max(initial=1)))
-        work = plan_attention(
-            plan.seq_lens,
-            np.concatenate([[0], np.cumsum(q_lens)]),
-            num_tokens,
-            tiles=tiles,
-            window=options.window,
-            **parts_of(self.spec, tiles, self.part_tokens),
-        )
-        padding = max(0, -(-CONSTANT_SIZE_MAX // work.parts.shape[1]) - len(work.parts))
-        work = work._replace(parts=np.pad(work.parts, ((0, padding), (0, 0)), constant_values=1))
-        step = attention_step(
-            work, plan.tables, scale, AttentionOptions(window=options.window, soft_cap=options.soft_cap)
-        )
-        if not with_scores:
-            return step
-        return step._replace(export=score_export(work, plan.seq_lens, options.window, CONSTANT_SIZE_MAX))
 
     def _contexts(self, layer: int, plan: MetalStep, rows: slice = slice(None)) -> tuple[mx.array, mx.array]:
         """Return K and V of some rows, ``[B, Hk, C, D]``. C is the longest context."""
@@ -403,26 +385,18 @@ def has_tensor_operations() -> bool:
 
 def metal_capabilities(layouts: tuple[str, ...]) -> Capabilities:
     """Return the capabilities of the kernels, for a storage with these layouts."""
-    return Capabilities(
-        name="mlx",
+    return replace(
+        PlainBackend.capabilities,
         layouts=layouts,
-        dtypes=tuple(DTYPES),
         head_dims=HEAD_DIMS,
         block_sizes=BLOCK_SIZES,
-        return_attn=False,
-        features=FEATURES,
-        compacts=True,
-        quant_bits=QUANT_BITS,
-        quant_group_sizes=QUANT_GROUP_SIZES,
-        scores=SCORES,
         batch_invariant=True,
-        arrays="mlx",
-        lazy=True,
+        paged=True,
         latent=True,
     )
 
 
-class MetalBackend(MetalAttention, PlainBackend):  # type: ignore[misc]  # a step is another class on each route
+class MetalBackend(MetalAttention, PlainBackend):
     """`MLXBackend` that reads with Metal kernels. It writes as the plain route, whose notes on copies apply."""
 
     capabilities = metal_capabilities(("NHD",))

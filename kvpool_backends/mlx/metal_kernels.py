@@ -221,24 +221,9 @@ def plan_attention(
     """Work list of a batch: one item per tile of queries and part of the context.
 
     Where a context is cut depends on the length and the number of queries of its own row, on nothing else. More
-    queries have more threadgroups, and longer parts: sums of parts stay few beside K and V.
-
-    Parameters
-    ----------
-    seq_lens : int ``[B]``
-    cu_q_lens : int ``[B + 1]``
-    num_tokens : int
-        T; tokens from ``cu_q_lens[B]`` on are padding, their result is 0.
-    tiles : HeadTiles
-    window : int, optional
-    part_tokens : int
-        Shortest length of a part, a multiple of `STEP_TOKENS`.
-    parts_max : int
-        Of one context. `parts_of` has both numbers for a model.
-
-    Returns
-    -------
-    AttentionWork
+    queries have more threadgroups, and longer parts: sums of parts stay few beside K and V. Tokens from
+    ``cu_q_lens[B]`` to `num_tokens` are padding, their result is 0. `parts_of` has the least length of a part, a
+    multiple of `STEP_TOKENS`, and the most parts of a context for a model.
     """
     contexts, starts = np.asarray(seq_lens, np.int64), np.asarray(cu_q_lens, np.int64)
     q_lens = np.diff(starts)
@@ -346,18 +331,9 @@ def _uploaded(x: np.ndarray) -> mx.array:
 def score_export(
     work: AttentionWork, seq_lens: np.ndarray, window: int | None, at_least: int = 1
 ) -> ScoreExport:
-    """Which items of a work list hold the newest query of a row, on the device.
+    """Which items of a work list hold the newest query of a row: a list of length `at_least` on the device.
 
-    Parameters
-    ----------
-    work : AttentionWork
-        Of `plan_attention`.
-    seq_lens : int ``[B]``
-        Of the whole batch.
-    window : int, optional
-        As `work` was planned with.
-    at_least : int
-        Length of the list on the device.
+    `seq_lens` are those of the whole batch, `window` is what `work` was planned with.
     """
     row, _, count, position, _, _, _, end = work.items.T
     seq_lens = np.asarray(seq_lens, np.int64)
@@ -372,20 +348,9 @@ def score_export(
 
 
 class MetalKernels:
-    """Launches the kernels on the pool of one spec.
+    """Launches the kernels on the pool of one spec, of any layout, with a shape that `metal_capabilities` takes.
 
-    Parameters
-    ----------
-    spec : KVSpec
-        Any layout, with a shape that `metal_capabilities` and `latent_refusal` take.
-    num_blocks : int
-    factory : callable, optional
-        ``mx.fast.metal_kernel`` or what stands in for it.
-
-    Raises
-    ------
-    ValueError
-        ``[MetalKernels] ...`` for latents that the kernels do not have.
+    `factory` is ``mx.fast.metal_kernel`` or what stands in for it. Raises ValueError as `latent_refusal` says.
     """
 
     widen = False  # matrices of 16 bits to floats, for a compiler that does not multiply both
@@ -414,12 +379,8 @@ class MetalKernels:
     ) -> list[mx.array]:
         """Attention of ``q [T, Hq, D]`` over contexts in the pool, with the options of the step. No checks.
 
-        Returns
-        -------
-        list
-            ``[T, Hq, Dv]`` in the dtype of q (D and Dv as in `KVBackend.attend`). With `scores`, for a step that has an
-            `export`, float32 beside it: for "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp,
-            ``[B, Hq, C]``.
+        Returns ``[T, Hq, Dv]`` in the dtype of q. With `scores`, for a step that has an `export`, float32 beside it:
+        for "raw" the means ``[B, Hk, C]``, for "mass" what goes into exp, ``[B, Hq, C]``.
         """
         launch = self.bind(q.dtype, q.shape[0], q.shape[1], step, scores)
         pools = _arrays(k_pool), _arrays(v_pool)
@@ -617,23 +578,10 @@ def plane_strides(spec: KVSpec, num_blocks: int, layer: int) -> np.ndarray:
 
 
 def in_place_source(name: str, types: tuple[str, ...], numbers: tuple[int, ...]) -> tuple[str, str]:
-    """A whole kernel for one choice of template arguments.
+    """Name and text of a whole kernel ("kv_write", "kv_write_packed", "copy_blocks"), to compile after MLX's prelude.
 
-    Parameters
-    ----------
-    name : {"kv_write", "kv_write_packed", "copy_blocks"}
-    types : names of `TYPE_NAMES`
-        Template arguments that are types: pool and input of the writes, pool of "copy_blocks".
-    numbers : int
-        The others: DIM, VALUE_DIM, BLOCK_SIZE and VECTORS (0 or 1); DIM, BLOCK_SIZE, VECTORS, BITS and SIZE;
-        BLOCK_SIZE and, where it is not 4, WIDTH.
-
-    Returns
-    -------
-    function : str
-        Name of the kernel in the library, with a hash of its text: a new text never runs under an old name.
-    text : str
-        What to compile, after MLX's prelude.
+    `types` (keys of `TYPE_NAMES`) and `numbers` are its template arguments, in the order of its text. The name has a
+    hash of the text: a new text never runs under an old name.
     """
     text = header_text(name) + source_text(f"{name}.metal")
     arguments = ", ".join([*(TYPE_NAMES[t] for t in types), *map(str, numbers)])

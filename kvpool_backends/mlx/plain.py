@@ -70,14 +70,11 @@ class PlainStep(StepArrays):
 class PlainBackend(BaseBackend):
     """`MLXBackend` without kernels: `[num_blocks, block_size, num_kv_heads, head_dim]` per layer and plane.
 
-    Writes are scatters, reads are gathers into ``[B, Hk, C, D]`` for ``mx.fast.scaled_dot_product_attention``.
-    MLX arrays are values, so any order of evaluation is correct and no fences are needed. The price: a write copies the
-    pool of its layer if a read of the previous step has not finished when MLX runs the write. So the `write` of the
-    last layer waits for all work that was queued before. A step is built while the previous one runs, and begins after
-    that one has finished. After a step that did not write the last layer, the next `prepare` waits. `settle` counts the
-    copies that still happened.
-
-    Everything is lazy and runs on the stream that is current when it is called.
+    Writes are scatters, reads are gathers into ``[B, Hk, C, D]`` for ``mx.fast.scaled_dot_product_attention``. Any
+    order of evaluation is correct. The price: the `write` of the last layer waits for all work that was queued before,
+    because a read of the previous step that is still in flight would cost a copy. So a step is built while the previous
+    one runs, and begins after that one has finished. After a step that did not write the last layer, the next `prepare`
+    waits.
     """
 
     route = "plain"
@@ -155,11 +152,7 @@ class PlainBackend(BaseBackend):
         options: AttentionOptions | None = None, return_attn: bool = False,
         scores: str | None = None, scores_out: np.ndarray | None = None,
     ) -> Any:
-        """Causal attention of ``q [T, Hq, D]`` over the paged context, see `KVBackend.attend`.
-
-        Queries are padded to the longest chunk of the batch, so a batch that mixes one long prefill with many
-        decode rows is better served in two calls.
-        """
+        """Queries are padded to the longest chunk: one long prefill and many decode rows are better served apart."""
         checked_results(self.capabilities, return_attn, scores, scores_out)
         q = mx.array(q)
         scale, options = checked_queries(self, step, layer, q, scale, options)
@@ -169,65 +162,26 @@ class PlainBackend(BaseBackend):
         if not len(rows):
             out = mx.zeros((*q.shape[:2], self.spec.value_head_dim), q.dtype)
             return out if scores is None else (out, exported)
-        read, first = step.of_rows(rows), step.cu_q_lens[rows]
-        out = self._attend(layer, q, read, first, q_lens[rows], scale, options)
-        if scores is None:
-            return out
-        newest = first + q_lens[rows] - 1
-        exported[int32(rows)] = self._scores(layer, q, read, newest, scale, options, scores)
-        return out, exported
-
-    def _attend(
-        self,
-        layer: int,
-        q: mx.array,
-        step: PlainStep,
-        first: np.ndarray,
-        q_lens: np.ndarray,
-        scale: float,
-        options: AttentionOptions,
-    ) -> mx.array:
-        """Do `attend` for rows that have queries. first, q_lens: int64 ``[B]``."""
-        longest = int(q_lens.max())
-        column = np.arange(longest)
+        read, first, q_lens = step.of_rows(rows), step.cu_q_lens[rows], q_lens[rows]
         # Query j of row i is token first[i] + j; past its end a row repeats its last query, which is dropped.
-        index = first[:, None] + np.minimum(column, q_lens[:, None] - 1)
-        position = (step.seq_lens - q_lens)[:, None] + np.minimum(column, q_lens[:, None] - 1)
-        k, v = self.read(step, layer)
-        mask = options.mask
+        real = np.arange(int(q_lens.max())) < q_lens[:, None]
+        column = np.where(real, np.arange(real.shape[1]), q_lens[:, None] - 1)
+        index, position = first[:, None] + column, (read.seq_lens - q_lens)[:, None] + column
+        keys, values = self.read(read, layer)
+        k, v, mask = keys.astype(q.dtype), values.astype(q.dtype), options.mask
         if mask is not None:
-            mask = mask.reshape(mask.shape[0], -1, mask.shape[-1])[index, :, : step.kv_len]
-        out = attention(
-            q[int32(index)].swapaxes(1, 2),
-            k.astype(q.dtype),
-            v.astype(q.dtype),
-            scale,
-            position,
-            options,
-            mask,
-        ).swapaxes(1, 2)
-        real = column < q_lens[:, None]
+            mask = mask.reshape(mask.shape[0], -1, mask.shape[-1])[..., : step.kv_len]
+        shown = None if mask is None else mask[index]
+        out = attention(q[int32(index)].swapaxes(1, 2), k, v, scale, position, options, shown).swapaxes(1, 2)
         result = mx.zeros((q.shape[0], *out.shape[2:]), out.dtype)
         result[int32(index[real])] = out.flatten(0, 1)[int32(np.flatnonzero(real))]
-        return result
-
-    def _scores(
-        self,
-        layer: int,
-        q: mx.array,
-        step: PlainStep,
-        newest: np.ndarray,
-        scale: float,
-        options: AttentionOptions,
-        kind: str,
-    ) -> mx.array:
-        """Return scores ``[B, Hk, C]`` of the rows that have queries. `newest`, int64 ``[B]``: their newest queries."""
-        k, _ = self.read(step, layer)
-        mask = options.mask
-        if mask is not None:
-            mask = mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])[newest, ..., : step.kv_len]
-        position = step.seq_lens[:, None] - 1
-        return exported_scores(q[int32(newest)][:, :, None], k, scale, position, options, mask, kind)
+        if scores is None:
+            return result
+        newest, position = first + q_lens - 1, read.seq_lens[:, None] - 1
+        shown = None if mask is None else mask[newest][:, None]
+        q = q[int32(newest)][:, :, None]
+        exported[int32(rows)] = exported_scores(q, keys, scale, position, options, shown, scores)
+        return result, exported
 
     def read(self, step: Any, layer: int) -> tuple[mx.array, mx.array]:
         check_layer(self, "read", layer)
@@ -317,11 +271,9 @@ class PlainBackend(BaseBackend):
     # --------------------------------------------------------------------------------------------- memory
 
     def settle(self) -> int:
-        """Wait for all queued work on the pool. Count the pool arrays that MLX has copied, see `PoolArrays`.
+        """Wait for all queued work on the pool. Count the pool arrays that MLX has copied, see `PoolArrays.settle`.
 
-        An engine that calls it between two steps gets writes in place (the reads of the first step are
-        through) and an exact count. Like every call that evaluates: not while another thread evaluates or
-        builds work on the pool, MLX does not guard its graphs.
+        Not while another thread evaluates or builds work on the pool: MLX does not guard its graphs.
         """
         return self._pool.settle()
 
@@ -330,16 +282,10 @@ class PlainBackend(BaseBackend):
 
 
 class PoolArrays(PoolMemory):
-    """The stored planes ``[N, S, Hk, n]`` of every layer.
+    """The stored planes ``[N, S, Hk, n]`` of every layer, `planes`, in the order of `KVSpec.stored_planes`.
 
-    Attributes
-    ----------
-    planes : list of lists
-        Per layer, in the order of `KVSpec.stored_planes`. Read them in one expression; a name kept on a view of one
-        makes every write a copy.
-    pack : callable
-        ``pack(plane, x)``: words, scales and biases of tokens ``[T, Hk, D]`` of plane "k" or "v"; those of
-        ``mx.quantize`` unless somebody puts something else here.
+    Read them in one expression; a name kept on a view of one makes every write a copy. ``pack(plane, x)`` makes words,
+    scales and biases of tokens ``[T, Hk, D]`` of plane "k" or "v"; somebody may put another one here.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int) -> None:
@@ -433,14 +379,8 @@ class PoolArrays(PoolMemory):
     def settle(self) -> int:
         """Wait for all queued work on the pool. Count the arrays that MLX has copied since the last call.
 
-        An array that lies in another buffer than at the last call was copied at least once in between. With
-        one write of a layer between two calls the count is exact, otherwise it is a lower bound (two copies
-        can end in the first buffer).
-
-        Returns
-        -------
-        int
-            Arrays that moved, also added to `num_copies`.
+        With one write of a layer between two calls the count is exact, otherwise it is a lower bound: two copies can
+        end in the first buffer.
         """
         mx.eval(self.arrays)
         mx.synchronize()  # the reads of the last layer come after its write
@@ -467,21 +407,10 @@ def attention(
     options: AttentionOptions,
     mask: np.ndarray | None,
 ) -> mx.array:
-    """Attend with a padded batch, see `AttentionOptions`.
+    """Attend with a padded batch: q ``[B, Hq, n, D]``, k and v ``[B, Hk, C, D]`` and ``[B, Hk, C, Dv]`` in its dtype.
 
-    Parameters
-    ----------
-    q : ``[B, Hq, n, D]``
-    k, v : ``[B, Hk, C, D]``, ``[B, Hk, C, Dv]``, dtype of q
-        Keys that no query of the row sees may hold anything, values past the row's context must be finite.
-    position : int ``[B, n]``
-        Of the queries in their rows.
-    mask : bool or float32 ``[B, n, 1 or Hq, C]``, optional
-        The options' mask for these queries.
-
-    Returns
-    -------
-    ``[B, Hq, n, Dv]``, dtype of q
+    Keys that no query of the row sees may hold anything, values past the row's context must be finite. `position`, int
+    ``[B, n]``, is that of the queries in their rows; `mask` that of the options for them, ``[B, n, 1 or Hq, C]``.
     """
     seen, distance = _seen_and_distance(k.shape[2], position, options)
     if options.window is not None:

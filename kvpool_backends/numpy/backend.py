@@ -54,8 +54,7 @@ class NumpyBackend:
     spec : KVSpec
         Any layout, dtype, bits, head dimensions and block size.
     num_blocks : int
-        Blocks in the pool, reserved ones included. The storage, ``spec.pool_nbytes(num_blocks)``, is taken
-        here.
+        Blocks in the pool, reserved ones included.
     storage : uint8 ``[num_blocks, spec.block_nbytes]``, optional
         Memory to use instead, see `KVBackend`; only with layout "block".
 

@@ -8,18 +8,9 @@ _QUIET_NAN = np.uint16(0x0040)
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Round to the nearest bfloat16, ties to even.
+    """uint16 bits of the nearest bfloat16, ties to even; of a float64, those of its float32.
 
-    Parameters
-    ----------
-    x : float array, any shape
-        Converted to float32 first, so a float64 may be rounded twice.
-
-    Returns
-    -------
-    uint16, same shape
-        Bit patterns. Infinities stay, values beyond the largest bfloat16 become infinite, NaN stays NaN
-        (quiet, its sign and upper payload kept).
+    Values beyond the largest bfloat16 become infinite, NaN stays NaN (quiet, its sign and upper payload kept).
     """
     with np.errstate(over="ignore"):  # a float64 beyond float32 is infinite in bfloat16 too
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
@@ -51,17 +42,9 @@ _VALUES = _every_value()
 
 
 def to_float8(x: np.ndarray) -> np.ndarray:
-    """Round to the nearest float8, ties to even.
+    """uint8 bits of the nearest float8, ties to even; of a float64, those of its float32.
 
-    Parameters
-    ----------
-    x : float array, any shape
-        Converted to float32 first, so a float64 may be rounded twice.
-
-    Returns
-    -------
-    uint8, same shape
-        What is beyond 448, infinity too, becomes 448 (with its sign); NaN stays NaN.
+    What is beyond 448, infinity too, becomes 448 (with its sign); NaN stays NaN.
     """
     with np.errstate(over="ignore"):
         x = np.asarray(x).astype(np.float32)
@@ -82,21 +65,10 @@ _LEAST_SCALE = np.float32(1e-7)
 
 
 def quantize(x: np.ndarray, group_size: int, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Quantize the last axis.
+    """Quantize the last axis of float32 ``[..., D]``; `group_size` elements share a scale, `bits` is 4 or 8.
 
-    Parameters
-    ----------
-    x : float32 ``[..., D]``
-        D is a multiple of `group_size`.
-    group_size, bits : int
-        Elements that share a scale; 4 or 8.
-
-    Returns
-    -------
-    words : uint32 ``[..., D * bits / 32]``
-        The first element in the lowest bits.
-    scales, biases : float32 ``[..., D / group_size]``
-        A group that holds a NaN or an infinity has NaN as both, and words of 0: all of it comes back as NaN.
+    Returns words, uint32 ``[..., D * bits / 32]``, the first element in the lowest bits; scales and biases, float32
+    ``[..., D / group_size]``. A group that holds a NaN or an infinity has NaN as both, and words of 0.
     """
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
     steps = np.float32(2**bits - 1)

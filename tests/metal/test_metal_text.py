@@ -42,12 +42,6 @@ def test_kernel_names_contain_the_hash_of_their_text():
         assert function.endswith(content_hash(text[: text.rindex("\ntemplate [[host_name")]))
 
 
-def test_whole_kernels_are_instantiated_under_their_name():
-    function, text = in_place_source("kv_write", ("bfloat16", "float32"), (128, 64, 16, 1))
-    instance = "kv_write<bfloat16_t, float, 128, 64, 16, 1>"
-    assert f'template [[host_name("{function}")]] [[kernel]] decltype({instance}) {instance};' in text
-
-
 def test_every_input_is_named_and_none_is_copied_to_be_contiguous():
     for description in described().values():
         assert description["ensure_row_contiguous"] is False
@@ -148,15 +142,3 @@ def test_offsets_are_64_bit(engine, size):
         )
         expected = offset + block * block_stride + slot * slot_stride + head * head_stride
         assert out.item() == expected
-
-
-def test_the_pool_is_one_array_per_layer_and_plane_whatever_its_number_of_blocks(engine):
-    # Devices limit the number of arrays: none may belong to a block.
-    batch, seen = Batch(seq_lens=(300, 300), block_size=8), []
-
-    def counting(**description):
-        kernel = engine.factory(0)(**description)
-        return lambda **call: (seen.append(len(call["inputs"])), kernel(**call))[1]
-
-    batch.check(batch.run(counting))
-    assert seen == [len(INPUTS["paged_attention"])]

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -74,13 +73,13 @@ def test_native_backend_conforms(case, native):
             raise ValueError(spec.layout)
         return native(spec, num_blocks)
 
-    try:
-        case(of_the_extension)
-    except conformance.NotApplicable:
-        left_out = {"attention_weights_are_returned"}
-        left_out |= {"scores_come_after_weights", "scores_out_is_filled_in_place"}
-        left_out |= {"shapes_in_one_arena_equal_dense_attention", "layers_of_one_group_may_differ"}
-        assert case.__name__ in left_out | {"given_rows_are_used_and_nothing_between_them"}
+    left_out = {
+        *("attention_weights_are_returned", "scores_come_after_weights", "scores_out_is_filled_in_place"),
+        *("shapes_in_one_arena_equal_dense_attention", "layers_of_one_group_may_differ"),
+        "given_rows_are_used_and_nothing_between_them",
+    }
+    expected = "not applicable" if case.__name__ in left_out else "passed"
+    assert conformance.check_backend(of_the_extension, [case]) == {case.__name__: expected}
 
 
 # ------------------------------------------------------------------------------------- lazy and in order
@@ -152,15 +151,14 @@ def test_results_are_not_kept_by_the_pool(native):
 # --------------------------------------------------------------------------------------------- in place
 
 
-def decode(backend, num_steps, *, pipelined, context=48):
-    """Seconds of each step of a decoding engine, and the last result. Two layers, four rows."""
+def decode(backend, num_steps, pipelined, context=48):
+    """Steps of an engine that decodes four rows in two layers."""
     spec = backend.spec
     width = -(-context // spec.block_size)
     tables = np.arange(4 * width, dtype=np.int32).reshape(4, width)
     lens = np.full(4, context)
-    x, seconds, previous = mx.ones((4, 2 * spec.num_kv_heads, spec.head_dim)), [], None
+    x, previous = mx.ones((4, 2 * spec.num_kv_heads, spec.head_dim)), None
     for step in range(num_steps):
-        begin = time.perf_counter()
         at = step % context
         slots = tables[:, at // spec.block_size] * spec.block_size + at % spec.block_size
         arrays = backend.prepare(StepArrays(tables, lens, np.arange(5, dtype=np.int32), slots))
@@ -174,32 +172,21 @@ def decode(backend, num_steps, *, pipelined, context=48):
         elif previous is not None:
             mx.eval(previous)
         previous = x
-        seconds.append(time.perf_counter() - begin)
-    return seconds, np.array(x)
+    mx.eval(x)
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])
-def test_pool_stays_where_it_is_and_steps_take_as_long_in_large_pools(native, pipelined):
+def test_pool_stays_where_it_is(native, pipelined):
     spec = KVSpec(2, 4, 64, "float16", 16)
-    fastest, results = [], []
-    for size in (8, 256):  # MB
-        backend = native(spec, size * 2**20 // spec.block_nbytes)
-        addresses = backend._pool.addresses()
-        decode(backend, 5, pipelined=pipelined)
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        seconds, result = decode(backend, 150, pipelined=pipelined)
-        assert mx.get_peak_memory() - before < 4 * 2**20  # a copy of the smallest plane is not in it
-        assert backend.settle() == 0 and backend.pool_copies == 0
-        assert backend._pool.addresses() == addresses
-        fastest.append(min(seconds))  # a copy would be in every step, what else this machine does is not
-        results.append(result)
-        del backend
-    print("ms per step:", *(f"{size} MB {m * 1e3:.3f}" for size, m in zip((8, 256), fastest, strict=True)))
-    for result in results:
-        np.testing.assert_array_equal(result, results[0])
-    # A copy of one plane of the largest pool takes longer than that.
-    assert max(fastest) < min(fastest) + 8e-3
+    backend = native(spec, 64 * 2**20 // spec.block_nbytes)
+    addresses = backend._pool.addresses()
+    decode(backend, 5, pipelined)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    decode(backend, 150, pipelined)
+    assert mx.get_peak_memory() - before < 4 * 2**20  # a plane has 16 MiB
+    assert backend.settle() == 0 and backend.pool_copies == 0
+    assert backend._pool.addresses() == addresses
 
 
 def plant_copy(backend, layer=0):

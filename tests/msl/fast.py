@@ -6,6 +6,7 @@ and a test compares it with what MLX prints.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from .arrays import (
 )
 from .launch import Bound, Kernel
 
+_kernel = cache(Kernel)
 CONSTANT_SIZE_MAX = 8  # inputs with fewer elements live in the constant address space
 PRELUDE = '#include "msl/mlx_prelude.h"'
 # Built-in values that a body gets by naming them, in MLX's order: those that kernels here name.
@@ -44,8 +46,6 @@ SHAPE_ARGUMENTS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "_strides": ("int64_t*", lambda array: np.array([s // array.itemsize for s in array.strides], np.int64)),
     "_ndim": ("int&", lambda array: np.array(array.ndim, np.int32)),
 }
-
-_kernels: dict[tuple[str, str], Kernel] = {}  # by generated text and template arguments
 
 
 def template_type(value: Any) -> str:
@@ -208,13 +208,6 @@ def _number_lines(text: str, name: str, header: str, source: str) -> str:
     """Mark the text so that messages count the lines of the header and of the body, each from 1."""
     before, after = text.removeprefix(header).rsplit(f") {{\n{source}\n}}\n", 1)
     return f'#line 1 "{name} (header)"\n{header}\n{before}) {{\n#line 1 "{name}"\n{source}\n}}\n{after}'
-
-
-def _kernel(text: str, function: str, template: str, prelude: str) -> Kernel:
-    key = text, template
-    if key not in _kernels:
-        _kernels[key] = Kernel(text, function, template, prelude=prelude)
-    return _kernels[key]
 
 
 def _input_arrays(inputs: dict[str, np.ndarray], indices: dict[str, int]) -> list[tuple[str, np.ndarray]]:

@@ -112,10 +112,6 @@ _settings: ContextVar[Settings] = ContextVar("settings")
 _one_launch = threading.Lock()
 
 
-def current_settings() -> Settings:
-    return _settings.get(Settings())
-
-
 @contextlib.contextmanager
 def settings(
     *,
@@ -167,30 +163,22 @@ class Kernel:
         Name of the kernel in it.
     template : str
         Its template arguments as text, as ``"float, 64"``; empty for a kernel that is no template.
-    include_folders : where ``#include "..."`` looks
     prelude : text that goes in front of the source and counts no lines
     """
 
-    def __init__(
-        self,
-        source: str,
-        function: str,
-        template: str = "",
-        include_folders: Sequence[Path] = (),
-        prelude: str = "",
-    ):
+    def __init__(self, source: str, function: str, template: str = "", prelude: str = ""):
         self.function = function
-        self._described = source, template, tuple(include_folders)
-        self.text, self.parameters = translate(source, function, template, include_folders, build.INCLUDE, prelude)
+        self._described = source, template
+        self.text, self.parameters = translate(source, function, template, prelude)
         self._libraries: dict[bool, tuple[Path, ctypes.CDLL]] = {}
 
     @cached_property
     def faults(self) -> list[str]:
         """What lint.py finds in the text."""
-        source, template, folders = self._described
+        source, template = self._described
         if template and not re.search(r"\btemplate\b[^;{]*\bdecltype\b", source):
             source += f"\ntemplate decltype({self.function}<{template}>) {self.function}<{template}>;"
-        return lint_text(source, f"{self.function}.metal", folders)
+        return lint_text(source, f"{self.function}.metal")
 
     def _library(self, instrumented: bool) -> tuple[Path, ctypes.CDLL]:
         if instrumented not in self._libraries:
@@ -210,7 +198,7 @@ class Kernel:
             The kernel did something that it may not; the message says what, where and by which thread. The arrays hold
             what they held before.
         """
-        chosen = current_settings()
+        chosen = _settings.get(Settings())
         if chosen.lint and self.faults:
             raise MetalError(f"[{self.function}] Metal would refuse this:\n" + "\n".join(self.faults))
         path, library = self._library(chosen.instrumented)

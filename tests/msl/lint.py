@@ -11,15 +11,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from .prepass import (
-    inline_includes,
     rewrite_threadgroup_variables,
-    set_function_constants,
     skip_template_arguments,
     strip_attributes,
     strip_comments,
@@ -83,13 +80,12 @@ def _constructors(text: str) -> str:
     return "".join([*done, text[at:]])
 
 
-def lint(source: str, name: str, include_folders: Sequence[Path] = ()) -> list[str]:
+def lint(source: str, name: str) -> list[str]:
     """Return what clang, and a list of what Metal has not, say against a text; nothing if all is well.
 
     `source` is Metal text that names what it needs instantiated, as MLX's generated text does in its last line.
     """
-    text = inline_includes(strip_comments(source), include_folders, HEADER.parent, name)
-    text = set_function_constants(text)
+    text = strip_comments(source)
     text = rewrite_threadgroup_variables(text, name, lambda *parts: "static threadgroup {} {}{}".format(*parts))
     text = _constructors(_SYSTEM_INCLUDE.sub("", strip_attributes(text)))
     found = [

@@ -1,14 +1,13 @@
 """Metal text to C++ text: what the compiler's preprocessor cannot do.
 
-Four things are rewritten, line by line in place, so that the compiler's messages name the lines of the kernel:
-comments go, ``#include "..."`` is put in its place, declarations of threadgroup variables become references into the
-threadgroup's memory, and attributes ``[[...]]`` go once the kernel's parameters have been read from them.
+Three things are rewritten, line by line in place, so that the compiler's messages name the lines of the kernel:
+comments go, declarations of threadgroup variables become references into the threadgroup's memory, and attributes
+``[[...]]`` go once the kernel's parameters have been read from them.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 
 class MetalError(RuntimeError):
@@ -43,9 +42,8 @@ BUILTINS = {name: f"msl_thread->{field}" for name, field in SIZE3_BUILTINS.items
 }
 
 _COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 _ATTRIBUTE = re.compile(r"\[\[.*?\]\]", re.DOTALL)
-_FUNCTION_CONSTANT = re.compile(r"\bconstant\s+([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\s*\(\s*\d+\s*\)\s*\]\]\s*;")
+_TYPE = re.compile(r"\s*(?:const\s+)?[\w:]*(\s*<)?")
 _THREADGROUP = re.compile(r"\bthreadgroup\b")
 _DIRECTIVES_AT_END = re.compile(r"(?:^[ \t]*#[^\n]*\n\s*)+\Z", re.MULTILINE)
 _LINE_DIRECTIVE = re.compile(r'^#line (\d+) "([^"]*)"\n', re.MULTILINE)
@@ -60,29 +58,6 @@ def strip_comments(text: str) -> str:
         return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
 
     return _COMMENT_OR_STRING.sub(blank, text)
-
-
-def inline_includes(text: str, folders: Sequence[Path], shim: Path, name: str, seen: set[Path] | None = None) -> str:
-    """Replace ``#include "file"`` by the file, once each; what the shim has itself stays an include."""
-    seen = set() if seen is None else seen
-
-    def replace(match: re.Match[str]) -> str:
-        wanted = match.group(1)
-        if (shim / wanted).exists():
-            return match.group(0)
-        for folder in folders:
-            path = (Path(folder) / wanted).resolve()
-            if path in seen:
-                return ""
-            if path.is_file():
-                seen.add(path)
-                inner = strip_comments(path.read_text())
-                inner = inline_includes(inner, [path.parent, *folders], shim, path.name, seen)
-                line = text.count("\n", 0, match.start()) + 2
-                return f'#line 1 "{path.name}"\n{inner}\n#line {line} "{name}"'
-        raise MetalError(f"[{name}] no such include file ({wanted}) in {[str(folder) for folder in folders]}")
-
-    return _INCLUDE.sub(replace, text)
 
 
 def split_at_commas(text: str) -> list[str]:
@@ -117,20 +92,10 @@ def _reference(kind: str, variable: str, dimensions: str) -> str:
 
 
 def _skip_type(text: str, at: int) -> int:
-    """Return where the type that begins at `at` ends: names with ``::`` and ``<...>``, and words like unsigned."""
-    words = re.compile(r"\s*(?:(?:const|volatile|unsigned|signed|typename|struct)\b\s*)*")
-    match = words.match(text, at)
-    at = match.end() if match else at
-    if re.search(r"(unsigned|signed)\s*$", text[: match.end()] if match else ""):
-        builtin = re.compile(r"(?:char|short|int|long)\b").match(text, at)
-        return builtin.end() if builtin else at
-    while name := re.compile(r"\s*(?:::)?\s*\w+").match(text, at):
-        at = name.end()
-        if opened := re.compile(r"\s*<").match(text, at):
-            at = skip_template_arguments(text, opened.end())
-        if not re.compile(r"\s*::").match(text, at):
-            break
-    return at
+    """Return where the type that begins at `at` ends: a name, and what it has in ``<...>``."""
+    name = _TYPE.match(text, at)
+    assert name is not None
+    return skip_template_arguments(text, name.end()) if name.group(1) else name.end()
 
 
 def _place(text: str, at: int, name: str) -> str:
@@ -166,11 +131,6 @@ def rewrite_threadgroup_variables(text: str, name: str, declare: Callable[[str, 
         done += [text[last : match.start()], "; ".join(rewritten), lines]
         last = semicolon
     return "".join([*done, text[last:]])
-
-
-def set_function_constants(text: str) -> str:
-    """Give ``constant T x [[function_constant(n)]];`` the value 0."""
-    return _FUNCTION_CONSTANT.sub(r"static constexpr \1 \2 = \1(0);", text)
 
 
 def parse_parameters(text: str, function: str) -> list[Parameter]:
@@ -224,21 +184,13 @@ def entry_point(function: str, template: str, parameters: Sequence[Parameter]) -
     )
 
 
-def translate(
-    source: str,
-    function: str,
-    template: str,
-    folders: Sequence[Path],
-    shim: Path,
-    prelude: str = "",
-) -> tuple[str, list[Parameter]]:
+def translate(source: str, function: str, template: str, prelude: str = "") -> tuple[str, list[Parameter]]:
     """Return C++ text with an entry point for one instance of a kernel, and the kernel's parameters.
 
     `prelude` is text that goes first and counts no lines.
     """
     name = f"{function}.metal"
-    text = inline_includes(strip_comments(source), folders, shim, name)
-    text = set_function_constants(text)
+    text = strip_comments(source)
     parameters = parse_parameters(text, function)
     text = rewrite_threadgroup_variables(text, name)
     text = strip_attributes(text)

@@ -76,13 +76,6 @@ static int64_t lane_floats(const kv_attention *call, int64_t row) {
     return row_queries(call, row) == 0 ? 0 : call->num_q_heads * kv_score_stride(call->seq_lens[row]);
 }
 
-int64_t kv_scores_scratch_nbytes(const kv_attention *call) {
-    int64_t floats = 2 * call->num_rows * call->num_q_heads;
-    if (call->scores.kind != KV_MASS) return 0;
-    for (int64_t row = 0; row < call->num_rows; row++) floats += lane_floats(call, row);
-    return floats * (int64_t)sizeof(float) + call->num_rows * (int64_t)sizeof(int64_t);
-}
-
 static void plan_scores(kv_plan_of_work *plan, char *scratch) {
     kv_attention *call = &plan->call;
     const int64_t num_rows = call->num_rows, floats = num_rows * call->num_q_heads * (int64_t)sizeof(float);

@@ -10,8 +10,6 @@
  * Keys outside of the tile's reach are zeros in the packed tiles, so slots past the context cannot matter. A value that
  * is not finite (a slot that only the mask hides may hold one) takes the careful product: 0 * NaN is not 0.
  */
-#ifndef KV_CHUNK_H
-#define KV_CHUNK_H
 
 #include <math.h>
 
@@ -163,5 +161,3 @@ static void chunk_tile(const kv_attention *call, int64_t row, int64_t kv_head, i
         chunk_store_results(&item, &panel);
     }
 }
-
-#endif

@@ -1,6 +1,4 @@
 /* Between memory and the panels of a chunk: queries in, K and V of a tile in, results out. Included by chunk.h. */
-#ifndef KV_CHUNK_PACK_H
-#define KV_CHUNK_PACK_H
 
 #define CHUNK_AHEAD 16 /* keys */
 
@@ -136,5 +134,3 @@ static void chunk_store_results(const chunk_item *item, const chunk_panel *panel
                          item->line);
     }
 }
-
-#endif

@@ -1,6 +1,4 @@
 /* From scores to weights, lane by lane: what changes a score, what hides it, the online softmax. Part of chunk.h. */
-#ifndef KV_CHUNK_SOFTMAX_H
-#define KV_CHUNK_SOFTMAX_H
 
 static int chunk_is_plain(const kv_attention *call) { return call->soft_cap == 0 && !call->slopes && !call->mask; }
 
@@ -128,5 +126,3 @@ static KV_APART void chunk_values_carefully(const chunk_item *item, int64_t begi
         }
     }
 }
-
-#endif

@@ -1,6 +1,4 @@
 /* Quantized numbers to floats, one token and head at a time: for gathers and chunks; a template, see isa_body.h. */
-#ifndef KV_DEQUANTIZE_H
-#define KV_DEQUANTIZE_H
 
 /* One scale or bias. */
 KV_INLINE float load_float(kv_dtype dtype, const char *p) { return v_load_n_as(dtype, p, 1)[0]; }
@@ -51,5 +49,3 @@ static void dequantize(const kv_packed *from, char *dst, kv_dtype to, int64_t st
             v_store_strided_as(to, dst + (g * size + i) * step, stride, VL, v_load(line + i));
     }
 }
-
-#endif

@@ -8,8 +8,6 @@
  *
  * Every lane is a chain of FMAs in the order of k, whatever the number of vectors in a panel.
  */
-#ifndef KV_GEMM_H
-#define KV_GEMM_H
 
 #if defined(KV_SIMD_AVX512) || defined(KV_SIMD_NEON) /* 32 vector registers */
 #define CHUNK_MR 8
@@ -94,5 +92,3 @@ static KV_APART void values_panel(const float *values, int64_t tile, int64_t dim
     else
         values_nv(values, tile, dim, weights, n, decay, out, 1);
 }
-
-#endif

@@ -4,11 +4,9 @@
 #define KV_ISA_NAME "avx2"
 #define KV_NAME(x) x##_avx2
 #define KV_SIMD_AVX2 1
+#define KV_TARGET "avx2,fma,f16c"
 
 #include <cpuid.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
 
 /* Before the instruction set is raised: this one must run everywhere. */
 static int is_supported_avx2(void) {
@@ -18,22 +16,7 @@ static int is_supported_avx2(void) {
         && (c & bit_F16C);
 }
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
-
-#include <immintrin.h>
-
-#include "isa_body.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "isa_x86.h"
 
 #else
 typedef int kv_no_avx2; /* ISO C wants a declaration */

@@ -4,10 +4,7 @@
 #define KV_ISA_NAME "avx512"
 #define KV_NAME(x) x##_avx512
 #define KV_SIMD_AVX512 1
-
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#define KV_TARGET "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"
 
 /* Before the instruction set is raised: this one must run everywhere. */
 static int is_supported_avx512(void) {
@@ -17,23 +14,7 @@ static int is_supported_avx512(void) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
-#endif
-
-#include <immintrin.h>
-
-#include "isa_body.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "isa_x86.h"
 
 #else
 typedef int kv_no_avx512; /* ISO C wants a declaration */

@@ -98,7 +98,6 @@ typedef struct {
 /* Bytes that kv_attend wants as scratch for this call: at most proportional to the batch, never to the pool. */
 typedef struct kv_isa kv_isa;
 int64_t kv_attend_scratch_nbytes(const kv_isa *isa, const kv_attention *call, int num_threads);
-int64_t kv_scores_scratch_nbytes(const kv_attention *call); /* of that, what scores take */
 /* scratch 64-byte aligned; returns 1 if `ask` ended it, and then some results are missing */
 int kv_attend(const kv_isa *isa, const kv_attention *call, void *scratch, int num_threads);
 

@@ -31,11 +31,9 @@ class NativeStep(StepArrays):
 class NativeBackend(KernelBackend):
     """`KernelBackend` whose `write` and `attend` are nodes of MLX's graph: built now, run when MLX gets there.
 
-    A call never waits, so a step can be built while the one before runs (``mx.async_eval``), and the pool is never
-    copied whatever is in flight. Calls take effect in the order in which they were made (`InPlacePool`), so a block
-    may be given to another sequence as soon as the last call that uses it has returned, as on the eager route.
-    What reads or writes whole blocks (`gather`, `compact`, `zero`, `export_blocks`, `import_blocks`, `read`) waits for
-    what was built before and works at once; `copy_blocks` is lazy.
+    A call never waits, so a step can be built while the one before runs. Calls take effect in the order in which they
+    were made (`InPlacePool`). What reads or writes whole blocks (`gather`, `compact`, `zero`, `export_blocks`,
+    `import_blocks`, `read`) waits for what was built before and works at once; `copy_blocks` is lazy.
 
     Threads: one at a time builds or evaluates. Threads may take turns, under a lock; who leaves has called `settle`,
     because what one thread has built MLX does not evaluate in another.

@@ -26,12 +26,7 @@ class BuildError(Exception):
 def build(where: Path | None = None) -> Path:
     """Build the extension into a folder, by default `loading.folder`. Returns the module's path.
 
-    What was there stays until the new one has passed its check.
-
-    Raises
-    ------
-    BuildError
-        There is no compiler, MLX came without headers, the compiler refuses, or the check fails.
+    What was there stays until the new one has passed its check. Raises `BuildError`.
     """
     where = where or loading.folder()
     where.mkdir(parents=True, exist_ok=True)

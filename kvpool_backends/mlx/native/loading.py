@@ -58,15 +58,7 @@ def load() -> ModuleType | None:
 
 
 def status() -> dict[str, Any]:
-    """The state of the extension, as ``kvpool doctor`` shows it.
-
-    Returns
-    -------
-    dict
-        ``active``: whether the extension is in use; ``built``: whether there is one for this Python, fitting or
-        not; ``why``: why it is not active, "" if it is; ``folder``: where it is looked for; ``mlx``:
-        version of the installed MLX; ``command``: what builds it.
-    """
+    """The state of the extension, for ``kvpool doctor``: one that does not fit is ``built``, too."""
     outcome = _load()
     return {
         "active": outcome.module is not None,

@@ -171,9 +171,7 @@ PyObject* layer(PyObject*, PyObject* args) {
 
 MetalText text_of(PyObject* pair) {
   const char *function, *text;
-  if (!PyTuple_Check(pair) || !PyArg_ParseTuple(pair, "ss", &function, &text)) {
-    throw Refusal{PyExc_TypeError, "[metal_texts] a kernel is (function, text)"};
-  }
+  if (!PyArg_ParseTuple(pair, "ss", &function, &text)) throw Raised();
   return {function, text};
 }
 
@@ -185,13 +183,11 @@ PyObject* metal_texts(PyObject*, PyObject* args) {
     PyObject *writes, *floats, *words, *factors;
     if (!PyArg_ParseTuple(args, "O!OOO", &PyTuple_Type, &writes, &floats, &words, &factors)) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(writes); i++) {
-      PyObject* kernels[6];
-      if (!PyArg_ParseTuple(PyTuple_GET_ITEM(writes, i), "OOOOOO", &kernels[0], &kernels[1], &kernels[2], &kernels[3],
-                            &kernels[4], &kernels[5])) {
-        return nullptr;
-      }
+      PyObject* kernels = PyTuple_GET_ITEM(writes, i);
       auto& texts = made->write.emplace_back();
-      for (int j = 0; j < 6; j++) texts[{static_cast<kv_dtype>(j / 2), j % 2 == 1}] = text_of(kernels[j]);
+      for (int j = 0; j < 6; j++) {
+        texts[{static_cast<kv_dtype>(j / 2), j % 2 == 1}] = text_of(PyTuple_GET_ITEM(kernels, j));
+      }
     }
     made->copy_floats = text_of(floats);
     made->copy_words = text_of(words);

@@ -40,26 +40,11 @@ class _Chain(NamedTuple):
 
 
 class InPlacePool:
-    """Lazy operations on a pool's memory.
+    """Lazy operations on a pool's memory; whoever else uses `memory` calls `wait` before.
 
-    Parameters
-    ----------
-    module
-        The extension, from `native.load`.
-    spec, num_blocks
-        What `memory` holds.
-    memory : PoolMemory
-        Whoever else uses it calls `wait` before.
-    isa : str
-        Instruction set of the CPU kernels.
-    on_gpu : bool
-        Nodes run on MLX's GPU: writes, copies, and attention that was `noted`.
-    metal : capsule, optional
-        Texts of the Metal kernels, for `on_gpu`.
-
-    Notes
-    -----
-    A node that finds a strange array as its input is a RuntimeError of the evaluation.
+    `module` is the extension. With `on_gpu`, writes, copies, and attention that was `noted`, run on MLX's GPU, by the
+    texts `metal` of `metal_texts`; else by CPU kernels of the instruction set `isa`. A node that finds a strange array
+    as its input is a RuntimeError of the evaluation.
     """
 
     def __init__(

@@ -4,9 +4,7 @@
 // one layer; where it changes them, its outputs are newer handles: other arrays to MLX, of the same memory. That is
 // what no operation of MLX offers, and what keeps MLX from copying the pool when a read is still in flight.
 //
-// An older handle shows the new content. Order is therefore a matter of edges alone: every node, one that only reads
-// too, takes the newest handles and leaves newer ones, so all that happens to an array is one chain, in the order in
-// which it was built. `native.pool.InPlacePool` owns the handles and sees to it.
+// An older handle shows the new content: order is a matter of edges alone, and `native.pool.InPlacePool` sees to it.
 #pragma once
 
 #include <array>

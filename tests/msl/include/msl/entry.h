@@ -41,17 +41,9 @@ P bind_buffer(int index) {
     return static_cast<P>(memory);
   }
 }
-// A built-in of three components, given to a parameter of one, two or three.
 template <class P>
 P bind_builtin(const Size3& value) {
-  using T = std::remove_cvref_t<P>;
-  if constexpr (metal::Scalar<T>) {
-    return T(value.x);
-  } else if constexpr (T::size == 2) {
-    return T(value.x, value.y);
-  } else {
-    return T(value.x, value.y, value.z);
-  }
+  return std::remove_cvref_t<P>(value.x, value.y, value.z);
 }
 template <class P>
 P bind_builtin(uint32_t value) {
