@@ -506,7 +506,6 @@ class ModelPool(CacheModel, AbstractContextManager):
         self._refuse_plan(call, plan)
         if plan.is_pending:
             raise PlanStateError(f"[{call}] the plan is pending (step {plan.step_id}), done or rollback is due")
-        plan.refuse_moved(call)
 
     def _refuse_rows(self, call: str, plan: ModelPlan, num_rows: int) -> None:
         if num_rows > plan.limits.max_rows:
@@ -530,7 +529,7 @@ class ModelPool(CacheModel, AbstractContextManager):
     def _refuse_row(self, call: str, plan: ModelPlan, row: int, seq: Sequence, n: int) -> None:
         """Refuse what neither the pool's nor the plan's tables can hold."""
         length = seq.num_tokens + n
-        if not self._fits_pool(seq, n) or length > plan.longest:
+        if not self._fits_pool(seq, n) or length > 2**31 - 1:
             raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, more than a sequence may have")
         for layer in self.kv:
             room = max(self._capacity(seq), self._rounded(length))
