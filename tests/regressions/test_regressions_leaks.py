@@ -11,11 +11,6 @@ from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 
 
-def accounted(pool):
-    stats = pool.stats()
-    return stats.free + stats.limbo + stats.used == stats.num_blocks - stats.reserved
-
-
 def test_b3_shared_block_is_evictable_once(make_pool, grow):
     """The evictable size counted shared pages twice."""
     pool = make_pool()
