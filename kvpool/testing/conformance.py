@@ -371,14 +371,14 @@ def warmup_changes_nothing(factory: Factory) -> None:
 def engine_steps_equal_dense_attention(factory: Factory) -> None:
     """A random engine on a tight pool: forks, copy-on-write, truncation, reservation, padding, closing."""
     for spec in specs(factory, block_sizes=BLOCK_SIZES):
-        RandomEngine(factory, spec, SEED).run(150)
+        RandomEngine(factory, spec, SEED).play(range(150))
 
 
 @case
 def rollback_forgets_a_step_that_failed_half_way(factory: Factory) -> None:
     """The backend raises after copies and half of the writes; the same step after a rollback is right."""
     for spec in specs(factory, block_sizes=(3, 8), layouts=capabilities_of(factory).layouts):
-        RandomEngine(factory, spec, SEED + 1, fail_every=2).run(100)
+        RandomEngine(factory, spec, SEED + 1, fail_every=2).play(range(100))
 
 
 # ---------------------------------------------------------------------- misuse

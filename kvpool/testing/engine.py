@@ -41,7 +41,7 @@ class RandomEngine:
         again.
     failure : type of exception
         What a backend that fails raises, from any call but the ones that fill dead slots: the step, or the
-        reservation, is rolled back and done again, once. Choices are the same as without the failure.
+        reservation, is rolled back and done again, once.
     num_blocks : int, optional
         Of the pool and the backend; by default ``2 + max(6, 64 // block_size)``. A step that finds too few closes the
         longest sequence instead.
@@ -60,31 +60,24 @@ class RandomEngine:
         self.seed = seed
         self.fail_every = fail_every
         self.failure = failure
-        self.rng = np.random.default_rng(seed)
         num_blocks = num_blocks or 2 + max(6, 64 // spec.block_size)
         self.pool = Pool(num_blocks, spec.block_size, max_seqs=12)
         self.backend: KVBackend = factory(spec, num_blocks)
         self.plan = Plan(self.pool, _MAX_ROWS, _MAX_TOKENS, formats=tuple(self.backend.required_formats))
-        shape = (_VOCABULARY, spec.num_kv_heads)
-        self.k = [values(self.rng, (*shape, spec.head_dim), spec.dtype) for _ in range(spec.num_layers)]
-        self.v = [values(self.rng, (*shape, spec.value_head_dim), spec.dtype) for _ in range(spec.num_layers)]
+        rng, shape = np.random.default_rng(seed), (_VOCABULARY, spec.num_kv_heads)
+        self.k = [values(rng, (*shape, spec.head_dim), spec.dtype) for _ in range(spec.num_layers)]
+        self.v = [values(rng, (*shape, spec.value_head_dim), spec.dtype) for _ in range(spec.num_layers)]
         self.history: dict[int, list[int]] = {}
-        self.num_turns = self.num_steps = 0
-
-    def run(self, num_turns: int) -> None:
-        """Draw and check `num_turns` turns, then close everything: no block may be missing."""
-        for _ in range(num_turns):
-            self._turn()
-        self._end()
+        self.num_steps = 0
 
     def play(self, turns: Iterable[int]) -> None:
-        """Like `run`, but each turn draws from numbers of its own: others can be left out, and it stays what it is."""
+        """Play and check these turns, then close everything: no block may be missing.
+
+        Each draws from numbers of its own: others can be left out, and it stays what it is.
+        """
         for turn in turns:
             self.rng = np.random.default_rng([self.seed, turn])
             self._turn()
-        self._end()
-
-    def _end(self) -> None:
         self.pool.close(list(self.history))
         stats = self.pool.stats()
         assert stats.blank == stats.num_blocks - stats.reserved, f"blocks leaked: {stats} (seed {self.seed})"
@@ -92,7 +85,6 @@ class RandomEngine:
         self.pool.shutdown()
 
     def _turn(self) -> None:
-        self.num_turns += 1
         live = list(self.history)
         what = self.rng.choice(["step", "fork", "truncate", "close", "open"], p=[0.55, 0.15, 0.1, 0.08, 0.12])
         if not live or (what == "open" and len(live) < 8):
@@ -130,12 +122,10 @@ class RandomEngine:
             return
         self.num_steps += 1
         fail = self.fail_every > 0 and self.num_steps % self.fail_every == 0
-        drawn = self.rng.bit_generator.state
         try:
             self._execute(handles, tokens, fail)
         except self.failure:
             self._roll_back()
-            self.rng.bit_generator.state = drawn
             self.pool.step(self.plan, handles, num_new, pad_to=pad_to)
             self._execute(handles, tokens)
         self.pool.done(self.plan)

@@ -151,6 +151,10 @@ class _Sequence:
     key: Any  # of the allocator
     tokens: list[int]
     table: list[int]
+    name: str = ""  # in a script
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 class Checked:
@@ -314,8 +318,7 @@ def _tokens(checked: Checked, a: int, b: int, least: int) -> list[int]:
 
 def play(checked: Checked, words: Iterable[Word], trace: list[str] | None = None) -> int:
     """Run a program; returns the calls made. What is wrong raises `TargetFinding`."""
-    calls = 0
-    names: dict[int, str] = {}
+    calls = named = 0
     for op, a, b, c in words:
         name, live = OPERATIONS[op % len(OPERATIONS)], checked.sequences
         if name != "open" and not hasattr(checked.allocator, name):
@@ -341,18 +344,17 @@ def play(checked: Checked, words: Iterable[Word], trace: list[str] | None = None
             arguments = [sequence]
         calls += 1
         if trace is not None:
-            shown = ", ".join(names[id(x)] if isinstance(x, _Sequence) else repr(x) for x in arguments)
-            made = f"s{len(names)} = " if name in ("open", "fork") else ""
-            trace.append(f"{made}checked.{name}({shown})")
+            made = f"s{named} = " if name in ("open", "fork") else ""
+            trace.append(f"{made}checked.{name}({', '.join(map(repr, arguments))})")
         try:
             result = getattr(checked, name)(*arguments)
         except checked.refusal:
             if trace is not None:
                 trace[-1] = f"with pytest.raises({checked.refusal.__name__}):\n    {trace[-1].rpartition(' = ')[2]}"
             continue
-        if trace is not None and name in ("open", "fork"):
-            names[id(result)] = f"s{len(names)}"
-            checked.__dict__.setdefault("kept", []).append(result)  # so that no id comes twice
+        if name in ("open", "fork"):
+            result.name = f"s{named}"
+            named += 1
     return calls
 
 
@@ -377,23 +379,8 @@ class TargetReport:
     cases: dict[str, str] = field(default_factory=dict)
 
 
-class Run(Protocol):
-    """Programs on one kind of pool: what `fuzz` needs to draw, play, shrink and print them."""
-
-    sizes: dict[str, int]
-
-    def words(self) -> list[Word]:
-        """The program of this run."""
-
-    def play(self, words: list[Word]) -> int:
-        """Play a program on something new; returns the calls made. What is wrong raises `TargetFinding`."""
-
-    def script(self, words: list[Word], what: str) -> str:
-        """A test with the calls of a program; `what` is wrong with them."""
-
-
 class TargetRun:
-    """Programs on a foreign allocator."""
+    """Programs on a foreign allocator: what `fuzz` needs to draw, play, shrink and print them."""
 
     def __init__(self, factory: Callable[..., Any], sizes: dict[str, int], seed: int, source: str) -> None:
         self.factory, self.sizes, self.seed, self.source = factory, sizes, seed, source
@@ -428,7 +415,7 @@ class TargetRun:
         return f"{head}{imports}\nfrom kvpool.testing.fuzz_target import Checked\n\n\ndef test_fuzz_target():\n{text}\n"
 
 
-def _shrink(report: TargetReport, run: Run, words: list[Word], first: TargetFinding) -> None:
+def _shrink(report: TargetReport, run: Any, words: list[Word], first: TargetFinding) -> None:
     """Shrink a program that fails to one that fails in the same way."""
 
     def finding_of(tried: list[Word]) -> TargetFinding | None:
@@ -486,8 +473,8 @@ def runs_of(
             break
 
 
-def fuzz(make_run: Callable[[int], Run], seed: int, **until: Any) -> TargetReport:
-    """Run after run of ``make_run(seed)``, until one fails. `until` says when to stop, and who is told: `runs_of`."""
+def fuzz(make_run: Callable[[int], Any], seed: int, **until: Any) -> TargetReport:
+    """Run after run of ``make_run(seed)``, such as a `TargetRun`, until one fails. `until`: see `runs_of`."""
     report = TargetReport()
     for run_seed in runs_of(report, seed, **until):
         run = make_run(run_seed)

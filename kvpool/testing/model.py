@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, OutOfSequences, PlanStateError
+from kvpool.retention import Keep
 from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Arena, ModelBlocks, ceil_div, public_call, reading_call
@@ -131,8 +132,8 @@ class ModelPool(CacheModel, AbstractContextManager):
         load: bool = False, again: bool = False, keep: Any = None,
     ) -> int:  # fmt: skip
         args.how_to_open("open", tokens, namespace, reserve, load)
-        args.boolean("open", "again", again)
-        if args.keep("open", keep) and not self.has_cache:
+        args.typed("open", "again", again, bool)
+        if args.typed("open", "keep", keep, Keep | None) and not self.has_cache:
             raise ValueError(f"[open] keep is {keep}, the pool has no prefix cache")
         if cut is not None:
             args.integer("open", "cut", cut, 0, tokens if isinstance(tokens, int) else len(tokens))
