@@ -1,15 +1,8 @@
 """Is this a correct backend? A list of cases that every `kvpool.protocol.KVBackend` has to pass.
 
-Take the cases one by one in pytest::
+``check_backend(MyBackend)`` runs all; a test can take them one by one (docs/backends.md). A case takes a factory
+``factory(spec, num_blocks)``.
 
-    @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
-    def test_backend(case):
-        case(MyBackend)
-
-or all at once: ``conformance.check_backend(MyBackend)``. Both take a factory ``factory(spec, num_blocks)``.
-
-Method
-------
 Every pool is filled with NaN first, in every slot of every block, the reserved block 0 included; known tokens
 are then written into randomly chosen blocks, and what comes out is compared with dense float64 attention
 (`kvpool.testing.dense`) over the values as the dtype rounds them. So a backend that reads one slot too many

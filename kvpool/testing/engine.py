@@ -26,25 +26,12 @@ class _BackendFailed(Exception):
 class RandomEngine:
     """Draws what an engine does to a pool, and checks every answer of the backend.
 
-    A token is an integer; its keys and values in each layer come from a fixed table. So a sequence's history,
-    a list of tokens, says what the pool must hold for it. Before each step every slot that no sequence may
-    read is set to NaN.
+    A token is an integer; its keys and values in each layer come from a fixed table. So a sequence's history, a list of
+    tokens, says what the pool must hold for it. Before each step every slot that no sequence may read is set to NaN. A
+    step that finds too few blocks closes the longest sequence instead.
 
-    Parameters
-    ----------
-    factory, spec
-        The backend under test.
-    seed : int
-        Of all choices; it is part of every message.
-    fail_every : int
-        If > 0, every that many-th step is broken off in its last layer, half written, rolled back, and done
-        again.
-    failure : type of exception
-        What a backend that fails raises, from any call but the ones that fill dead slots: the step, or the
-        reservation, is rolled back and done again, once.
-    num_blocks : int, optional
-        Of the pool and the backend; by default ``2 + max(6, 64 // block_size)``. A step that finds too few closes the
-        longest sequence instead.
+    With `fail_every`, every that many-th step is broken off in its last layer, half written. What raises `failure`, a
+    step or a reservation, is rolled back and done again, once.
     """
 
     def __init__(

@@ -45,13 +45,7 @@ case = collector(CASES)
 
 
 def run_cases(cases: Sequence[Any], run: Callable[[Any], object]) -> dict[str, str]:
-    """Run each case; returns its name with "passed" or "not applicable".
-
-    Raises
-    ------
-    AssertionError
-        Some case failed. The message names every case that did, and how; the first failure is chained.
-    """
+    """Run each case, as `kvpool.testing.conformance.check_backend` says."""
     outcome: dict[str, str] = {}
     failures: list[tuple[str, Exception]] = []
     for case in cases:

@@ -446,17 +446,10 @@ def runs_of(
     seconds: float | None = None,
     told: Callable[[Any], None] | None = None,
 ) -> Iterator[int]:
-    """The seed of run after run, until the report has a finding; counts the runs and the time.
+    """The seed of run after run, until the report has a finding, or so many calls are made, or seconds are over.
 
-    Parameters
-    ----------
-    report : TargetReport
-        Or another report with `seed`, `runs`, `calls`, `seconds` and `finding`. Who runs adds to the calls. Without a
-        finding, its seed is None at the end.
-    calls, seconds : int, float, optional
-        Calls to make, at least; wall time after which no run begins. Whole runs are made.
-    told : callable, optional
-        Called with the report after every run.
+    Counts the runs and the time; who runs adds to the calls. Whole runs are made. `told` is called with the report, a
+    `TargetReport` or the like, after every run. Without a finding, its seed is None at the end.
     """
     rng, began = random.Random(seed), time.monotonic()
     while report.finding is None:
