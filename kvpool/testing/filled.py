@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -173,6 +173,17 @@ class Expected(NamedTuple):
     size: np.ndarray  # [T, Hq, 1]
 
 
+def dense_rows(q: np.ndarray, dim: int, rows: Iterable[tuple[Any, ...]]) -> Expected:
+    """Dense attention of row after row: how many queries, keys, values, and perhaps scale and options."""
+    out, size, begin = np.zeros((*q.shape[:2], dim)), np.zeros((*q.shape[:2], 1)), 0
+    for n, *given in rows:
+        if n:
+            mine = slice(begin, begin + n)
+            out[mine], size[mine] = dense_attention_and_size(q[mine], *given)
+        begin += n
+    return Expected(out, size)
+
+
 @dataclass
 class Filled:
     """A backend whose rows hold known tokens. ``k[layer][row]`` is ``[context, Hk, D]``, as it comes back.
@@ -231,17 +242,14 @@ class Filled:
         options: AttentionOptions | None = None,
     ) -> Expected:
         """Dense attention of every row, one after the other."""
-        spec = self.backend.spec
-        out = np.zeros((sum(q_lens), q.shape[1], spec.result_dim))
-        size, begin = np.zeros((*out.shape[:2], 1)), 0
+        spec, rows, begin = self.backend.spec, [], 0
         for row, n in enumerate(q_lens):
-            mine, k, v = slice(begin, begin + n), self.k[layer][row], self.v[layer][row]
+            k, v = self.k[layer][row], self.v[layer][row]
             if spec.latent:
                 k, v = np.concatenate([k, v], axis=-1), k
-            if n:
-                out[mine], size[mine] = dense_attention_and_size(q[mine], k, v, scale, mask_rows(options, mine))
+            rows.append((n, k, v, scale, mask_rows(options, slice(begin, begin + n))))
             begin += n
-        return Expected(out, size)
+        return dense_rows(q, spec.result_dim, rows)
 
     def check(
         self,
