@@ -42,7 +42,6 @@ class BackendRun:
 
     def __init__(self, factory: Factory, spec: KVSpec, seed: int, num_blocks: int | None, source: str) -> None:
         self.factory, self.spec, self.seed, self.num_blocks, self.source = factory, spec, seed, num_blocks, source
-        self.sizes = {"num_blocks": num_blocks or 0, "block_size": spec.block_size}
 
     def words(self) -> list[Word]:
         """All turns."""

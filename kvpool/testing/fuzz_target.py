@@ -372,8 +372,6 @@ class TargetReport:
     finding: str | None = None
     kind: str = ""
     seed: int | None = None
-    num_blocks: int = 0
-    block_size: int = 0
     script: str = ""
     script_fails: bool = False
     cases: dict[str, str] = field(default_factory=dict)
@@ -434,7 +432,6 @@ def _shrink(report: TargetReport, run: Any, words: list[Word], first: TargetFind
     if finding is None:
         few, finding = words, first
     report.finding, report.kind = str(finding), finding.kind
-    report.num_blocks, report.block_size = run.sizes["num_blocks"], run.sizes["block_size"]
     report.script = run.script(few, report.finding)
 
 
