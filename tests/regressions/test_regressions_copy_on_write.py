@@ -1,25 +1,6 @@
 """Family D: copy on write, forks, aliases. See README.md."""
 
 
-def test_d1_fork_of_forks_keeps_each_history(make_pool, make_plan, grow):
-    """Beams whose ids no longer shared a parent kept each other's tokens."""
-    pool = make_pool(32)
-    plan = make_plan(pool)
-    beam = pool.open()
-    grow(pool, beam, 5)
-    beams = [beam, *pool.fork(beam, 3).tolist()]
-    pool.step(plan, beams, 1)
-    pool.done(plan)
-    survivor = beams[2]
-    pool.close([b for b in beams if b != survivor])
-    beams = [survivor, *pool.fork(survivor, 3).tolist()]
-    pool.step(plan, beams, 1)
-    tails = [pool.table(b).tolist()[-1] for b in beams]
-    assert len(set(tails)) == 4 and all(pool.table(b)[0] == 1 for b in beams)
-    source = plan.copies[0, 0]
-    assert plan.copies.tolist() == [[source, tail, 2] for tail in tails[:3]] and tails[3] == source
-
-
 def test_d2_reset_leaves_no_source_behind(make_pool, make_plan, grow):
     """Reset kept stale source blocks of beams."""
     pool = make_pool()

@@ -89,32 +89,6 @@ def test_b7_abort_and_completion_come_in_any_order(make_pool, make_plan):
     assert idle(pool)
 
 
-def test_b8_owner_that_leaves_during_a_copy_leaks_nothing(make_pool, make_plan, grow):
-    """A client cancelled during a transfer, and its blocks leaked until the server hung."""
-    pool = make_pool()
-    parent = pool.open()
-    grow(pool, parent, 6)
-    child = int(pool.fork(parent)[0])
-    plan = make_plan(pool)
-    pool.step(plan, [child], 1)  # copies the tail out of the parent's block
-    pool.close([parent, child])
-    pool.done(plan)
-    assert idle(pool)
-
-
-def test_b9_failed_steps_leave_the_whole_pool_for_the_next_request(make_pool, make_plan):
-    """Failed transfers kept their blocks: healthy to look at, and nothing was served any more."""
-    pool = make_pool(8, 4)
-    plan, handle = make_plan(pool), pool.open()
-    for _ in range(20):
-        pool.step(plan, [handle], 9)
-        pool.rollback(plan)
-    pool.step(plan, [handle], 28)
-    pool.done(plan)
-    pool.close(handle)
-    assert idle(pool)
-
-
 def test_b10_pools_and_plans_that_nobody_holds_are_freed():
     """A block and a node of the tree referred to each other: 564,624 bytes leaked. Here: tags of pools come back."""
     for turn in range(3000):  # more than there are tags

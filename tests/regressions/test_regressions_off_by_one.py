@@ -101,19 +101,3 @@ def test_e12_storage_has_as_many_blocks_as_its_pool():
     """The same, where one object owns both."""
     manager = KVBlockManager(KVSpec(1, 1, 8, "float32", 4), num_blocks=8)
     assert manager.backend.num_blocks == manager.pool.stats().num_blocks
-
-
-def test_e13_reservation_and_step_agree_on_the_number_of_blocks(make_pool, make_plan):
-    """A formula that stood in two places drifted."""
-    for length in range(0, 14):
-        for new in range(0, 14):
-            pool = make_pool(16, 4)
-            reserved, stepped = pool.open(), pool.open()
-            plan = make_plan(pool)
-            pool.step(plan, [reserved, stepped], length)
-            pool.done(plan)
-            pool.reserve(plan, [reserved], new)
-            pool.done(plan)
-            pool.step(plan, [stepped], new)
-            assert pool.capacity(reserved) == pool.capacity(stepped)
-            pool.done(plan)
