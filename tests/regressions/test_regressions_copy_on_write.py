@@ -26,19 +26,3 @@ def test_d5_arrays_that_the_pool_returned_do_not_change_under_the_caller(make_po
     pool.blocks.free(ids)
     pool.blocks.alloc(5)
     assert table.tolist() == [1, 2] and ids.tolist() == [3, 4]
-
-
-def test_d6_tokens_behind_a_truncation_belong_to_nobody(make_pool, make_plan, grow):
-    """Trim moved the offset, the tail kept another request's tokens."""
-    pool = make_pool()
-    plan = make_plan(pool, formats=("block_tables", "positions", "slot_mapping"), table_width=3)
-    a, b = pool.open(), pool.open()
-    grow(pool, a, 10)
-    pool.step(plan, [a], 0)
-    pool.done(plan)
-    pool.truncate(a, 2)
-    grow(pool, b, 8)  # takes the blocks that a gave back
-    assert pool.table(b).tolist() == [2, 3]
-    pool.step(plan, [a], 1)
-    assert plan.block_tables.tolist() == [[1, 0, 0]]
-    assert plan.positions.tolist() == [2] and plan.slot_mapping.tolist() == [6]

@@ -2,12 +2,10 @@
 
 import itertools
 
-from prefixes import cache, compute, serve
+from prefixes import cache, compute
 
 from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
-
-A, B, C = ([n] * 4 for n in (1, 2, 3))
 
 
 def test_e1_lengths_around_a_block_boundary(make_pool, make_plan):
@@ -49,18 +47,6 @@ def test_e2_length_of_the_cached_part_is_not_cut_twice(make_pool, make_plan):
     cache(make_plan, pool, list(range(48)))
     for length, cached in [(16, 0), (17, 16), (31, 16), (32, 16), (33, 32)]:
         assert pool.prefix.match(list(range(length))) == cached
-
-
-def test_e4_lookahead_at_a_block_boundary_loses_no_data_block(make_pool, make_plan):
-    """vllm#43996: one block more for drafts at a boundary; trimming dropped the first data block instead."""
-    pool = make_pool(prefix_cache=True)
-    handle, plan = serve(make_plan, pool, A + B), make_plan(pool)
-    pool.reserve(plan, [handle], 3)
-    assert pool.table(handle).tolist() == [1, 2, 3]
-    pool.done(plan)
-    pool.truncate(handle, 8)
-    assert pool.table(handle).tolist() == [1, 2]
-    assert pool.prefix.match(A + B + C) == 8
 
 
 def test_e8_cached_blocks_count_once_in_the_capacity_check(make_pool, make_plan):

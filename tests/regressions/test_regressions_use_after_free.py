@@ -8,39 +8,6 @@ from kvpool.errors import OutOfBlocks, PlanStateError
 A, B, C = ([n] * 4 for n in (1, 2, 3))
 
 
-def test_c2_nothing_leaves_a_row_in_flight(make_pool, make_plan, refused):
-    """The same where a window makes blocks leave: the block before it is given away when the last step is through."""
-    pool = make_pool()
-    first, second = make_plan(pool), make_plan(pool)
-    handle = pool.open()
-    pool.step(first, [handle], 8)
-    pool.step(second, [handle], 1)  # a window of 5 tokens needs the first block no more, if this step counts
-    pool.done(first)
-    with refused(pool, PlanStateError, "evict_blocks", plans=[second]):
-        pool.evict_blocks(handle, [0])
-    with refused(pool, PlanStateError, "compact", plans=[second]):
-        pool.compact(handle, 5)
-    pool.rollback(second)
-    assert pool.table(handle).tolist() == [1, 2] and pool.kv_len(handle) == 8
-    pool.step(second, [handle], 1)
-    pool.done(second)
-    pool.evict_blocks(handle, [0])
-    assert pool.table(handle)[0] == 2 and pool.kv_len(handle) == 5 and pool.num_tokens(handle) == 9
-
-
-def test_c3_preempted_sequence_frees_nothing_in_flight(make_pool, make_plan, refused):
-    """Preemption returned blocks with a step in flight."""
-    pool = make_pool()
-    plan = make_plan(pool)
-    handle = pool.open()
-    pool.step(plan, [handle], 8)
-    with refused(pool, PlanStateError, "truncate"):
-        pool.truncate(handle, 0)
-    pool.done(plan)
-    pool.truncate(handle, 0)
-    assert pool.stats().blank == 15
-
-
 def test_c5_row_of_a_dead_sequence_is_padded(make_pool, make_plan):
     """An idle rank's dummy step wrote through stale block-table rows into cached blocks."""
     pool = make_pool()
