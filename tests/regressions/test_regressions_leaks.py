@@ -10,19 +10,6 @@ from kvpool.adapters.block_manager import KVBlockManager
 from kvpool.config import KVSpec
 
 
-def test_b3_shared_block_is_evictable_once(make_pool, grow):
-    """The evictable size counted shared pages twice."""
-    pool = make_pool()
-    parent = pool.open()
-    grow(pool, parent, 8)
-    handles = [parent, *pool.fork(parent, 3).tolist()]
-    pool.blocks.mark_cached([1, 2])
-    pool.close(handles[:3])
-    assert pool.stats().evictable == 0
-    pool.close(handles[3])
-    assert pool.stats().evictable == 2
-
-
 def test_b10_pools_and_plans_that_nobody_holds_are_freed():
     """A block and a node of the tree referred to each other: 564,624 bytes leaked. Here: tags of pools come back."""
     for turn in range(3000):  # more than there are tags
