@@ -377,6 +377,13 @@ class TargetReport:
     cases: dict[str, str] = field(default_factory=dict)
 
 
+def as_test(name: str, source: str, imports: str, what: str, calls: Iterable[str]) -> str:
+    """A test of these calls; `what` is wrong with them. `source` has more imports in the lines before its last one."""
+    before, _, _ = source.rpartition("\n")
+    body = "\n".join(f"    {line}" for line in [*(f"# {line}" for line in what.splitlines()), *calls])
+    return f"{before}\n{imports}\n\n\ndef test_fuzz_{name}():\n{body}\n"
+
+
 class TargetRun:
     """Programs on a foreign allocator: what `fuzz` needs to draw, play, shrink and print them."""
 
@@ -404,13 +411,12 @@ class TargetRun:
         trace: list[str] = []
         with contextlib.suppress(TargetFinding):
             self.play(words, trace)
-        imports, _, expression = self.source.rpartition("\n")
+        expression = self.source.rpartition("\n")[2]
         arguments = ", ".join(f"{name}={value}" for name, value in self.sizes.items())
-        body = [f"# {what}", f"checked = Checked({expression}({arguments}))"]
-        body += [part for line in trace for part in line.split("\n")]
+        calls = [f"checked = Checked({expression}({arguments}))"]
+        calls += [part for line in trace for part in line.split("\n")]
         head = "import pytest\n" * any("raises" in line for line in trace)
-        text = "\n".join(f"    {line}" for line in body)
-        return f"{head}{imports}\nfrom kvpool.testing.fuzz_target import Checked\n\n\ndef test_fuzz_target():\n{text}\n"
+        return head + as_test("target", self.source, "from kvpool.testing.fuzz_target import Checked", what, calls)
 
 
 def _shrink(report: TargetReport, run: Any, words: list[Word], first: TargetFinding) -> None:
