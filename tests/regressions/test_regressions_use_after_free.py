@@ -49,19 +49,6 @@ def test_c8_contents_hold_until_the_next_step_on_the_plan(make_pool, make_plan):
         pool.step(second, [], 0)  # still in flight: its buffers may not be reused
 
 
-def test_c9_retracted_request_leaves_its_committed_chunk_in_one_place(make_pool, make_plan):
-    """sglang#38319: a prefill chunk was in the tree, and its pages were freed."""
-    pool = make_pool(prefix_cache=True)
-    handle = pool.open(A + B + C)
-    compute(make_plan, pool, handle, 6)
-    pool.prefix.commit(handle, A + B[:2])
-    pool.close(handle)
-    stats = pool.stats()
-    assert (stats.evictable, stats.used, stats.blank) == (1, 0, 14)
-    assert pool.prefix.match(A + B) == 4
-    assert 1 not in pool.blocks.alloc(14).tolist()
-
-
 def test_c10_commit_takes_and_evicts_nothing(make_pool, make_plan):
     """TensorRT-LLM#17926: commit, alloc, evict: the request being committed lost its own blocks."""
     pool = make_pool(4, prefix_cache=True)
