@@ -47,6 +47,7 @@ from kvpool.testing.filled import (
     fill_all,
     int32,
     mask_rows,
+    need,
     quantized_specs,
     run_cases,
     same_bytes,
@@ -145,8 +146,7 @@ def layouts_are_strides_only(factory: Factory) -> None:
 def attention_weights_are_returned(factory: Factory) -> None:
     """`return_attn`: the weights in logical token order, 0 where nothing is visible; a sink's share is missing."""
     can = capabilities_of(factory)
-    if not can.return_attn:
-        raise NotApplicable
+    need(can.return_attn)
     for spec in specs(factory):
         filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
         q, plan, backend = filled.queries(q_lens, 4), filled.plan(q_lens), filled.backend
@@ -459,5 +459,4 @@ def refused_specs_raise(factory: Factory) -> None:
         except ValueError:
             continue
         raise AssertionError(f"{spec} was accepted, although {reason}")
-    if not wrong:
-        raise NotApplicable
+    need(wrong)

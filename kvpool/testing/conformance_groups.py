@@ -19,7 +19,6 @@ from kvpool.testing.engine import VOCABULARY, Engine
 from kvpool.testing.filled import (
     SEED,
     Factory,
-    NotApplicable,
     attend,
     capabilities_of,
     case,
@@ -29,6 +28,7 @@ from kvpool.testing.filled import (
     fill,
     fill_all,
     int32,
+    need,
     refused,
     same_bytes,
     specs,
@@ -48,7 +48,7 @@ class GroupEngine(Engine):
     stored) of each layer of the model, `sources` the layer whose keys and values each reads: itself, or an earlier one.
     """
 
-    turns = ("step",) * 13 + ("fork", "open") * 2 + ("close",)
+    turns: tuple[str, ...] = ("step",) * 13 + ("fork", "open") * 2 + ("close",)
     most_open, most_rows = 6, 4
 
     def __init__(
@@ -281,8 +281,7 @@ def groups_equal_dense_attention(factory: Factory) -> None:
 @case
 def shapes_in_one_arena_equal_dense_attention(factory: Factory) -> None:
     """Layout "block": groups of two shapes take the same blocks in turn, and nobody reads what another one left."""
-    if "block" not in capabilities_of(factory).layouts:
-        raise NotApplicable
+    need("block" in capabilities_of(factory).layouts)
     for wide, narrow in _two_shapes(factory, "block"):
         run = engine(factory, _kinds(factory), wide, narrow, shared=True)
         run.play(range(60))
@@ -293,8 +292,7 @@ def shapes_in_one_arena_equal_dense_attention(factory: Factory) -> None:
 def layers_of_one_group_may_differ(factory: Factory) -> None:
     """Layout "block": heads and dimensions change from layer to layer of a column, over one table."""
     can = capabilities_of(factory)
-    if "block" not in can.layouts:
-        raise NotApplicable
+    need("block" in can.layouts)
     for spec in specs(factory, kv_heads=2, layers=1, block_sizes=_block_sizes(factory)[:1], layouts=("block",)):
         widths = (spec.head_dim, 12) if can.head_dims is None and can.mixed_head_dims else (spec.head_dim,) * 2
         column = [spec, replace(spec, num_kv_heads=1, v_head_dim=widths[1]), replace(spec, num_kv_heads=3)]
@@ -308,8 +306,7 @@ def layers_of_one_group_may_differ(factory: Factory) -> None:
 @case
 def given_rows_are_used_and_nothing_between_them(factory: Factory) -> None:
     """Layout "block": ``storage=`` holds what is written, as `export_blocks` has it; bytes between rows stay."""
-    if "block" not in capabilities_of(factory).layouts:
-        raise NotApplicable
+    need("block" in capabilities_of(factory).layouts)
     for spec in specs(factory, layouts=("block",), layers=2):
         arena = np.full((5, spec.block_nbytes + 48), 0xA5, np.uint8)
         rows = arena[:, 16 : 16 + spec.block_nbytes]
@@ -380,8 +377,7 @@ def latents_are_stored_and_read(factory: Factory) -> None:
 @case
 def gaps_in_tables_are_not_read(factory: Factory) -> None:
     """A window in the middle of a table of holes: neither block 0 nor the blocks that were let go are read."""
-    if "window" not in capabilities_of(factory).features:
-        raise NotApplicable
+    need("window" in capabilities_of(factory).features)
     size = _block_sizes(factory)[0]
     for spec in specs(factory, block_sizes=(size,)):
         pool = Pool(40, size, max_seqs=2, groups=[Group.window(size + 1), Group.full()])

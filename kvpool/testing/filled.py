@@ -29,6 +29,12 @@ class NotApplicable(Exception):
     """The backend's capabilities leave a case nothing to try."""
 
 
+def need(is_there: object) -> None:
+    """Leave the case if there is nothing to try."""
+    if not is_there:
+        raise NotApplicable
+
+
 def collector(cases: list[OneCase]) -> Callable[[OneCase], OneCase]:
     """A decorator that adds a case to `cases`."""
 
@@ -106,8 +112,7 @@ def specs(
         if can.refusal(spec, q_heads) is None:
             found = True
             yield spec
-    if not found:
-        raise NotApplicable
+    need(found)
     if packed:
         yield from quantized_specs(factory, layers, layouts, dtypes[:1])
 
