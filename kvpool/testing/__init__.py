@@ -5,20 +5,7 @@
 - `check_store` (`kvpool.testing.stores`): what every store of blocks has to pass.
 """
 
-from __future__ import annotations
+from kvpool.testing.model import ModelPlan, ModelPool
+from kvpool.testing.stores import check_store
 
-import importlib
-from typing import Any
-
-_WHERE = {
-    "ModelPool": "model",
-    "ModelPlan": "model",
-    "check_store": "stores",
-}
 __all__ = ["ModelPlan", "ModelPool", "check_store"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -1,15 +1,8 @@
 """Is this a correct backend? A list of cases that every `kvpool.protocol.KVBackend` has to pass.
 
-Take the cases one by one in pytest::
+``check_backend(MyBackend)`` runs all; a test can take them one by one (docs/backends.md). A case takes a factory
+``factory(spec, num_blocks)``.
 
-    @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
-    def test_backend(case):
-        case(MyBackend)
-
-or all at once: ``conformance.check_backend(MyBackend)``. Both take a factory ``factory(spec, num_blocks)``.
-
-Method
-------
 Every pool is filled with NaN first, in every slot of every block, the reserved block 0 included; known tokens
 are then written into randomly chosen blocks, and what comes out is compared with dense float64 attention
 (`kvpool.testing.dense`) over the values as the dtype rounds them. So a backend that reads one slot too many
@@ -54,6 +47,7 @@ from kvpool.testing.filled import (
     fill_all,
     int32,
     mask_rows,
+    need,
     quantized_specs,
     run_cases,
     same_bytes,
@@ -152,8 +146,7 @@ def layouts_are_strides_only(factory: Factory) -> None:
 def attention_weights_are_returned(factory: Factory) -> None:
     """`return_attn`: the weights in logical token order, 0 where nothing is visible; a sink's share is missing."""
     can = capabilities_of(factory)
-    if not can.return_attn:
-        raise NotApplicable
+    need(can.return_attn)
     for spec in specs(factory):
         filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
         q, plan, backend = filled.queries(q_lens, 4), filled.plan(q_lens), filled.backend
@@ -371,14 +364,14 @@ def warmup_changes_nothing(factory: Factory) -> None:
 def engine_steps_equal_dense_attention(factory: Factory) -> None:
     """A random engine on a tight pool: forks, copy-on-write, truncation, reservation, padding, closing."""
     for spec in specs(factory, block_sizes=BLOCK_SIZES):
-        RandomEngine(factory, spec, SEED).run(150)
+        RandomEngine(factory, spec, SEED).play(range(150))
 
 
 @case
 def rollback_forgets_a_step_that_failed_half_way(factory: Factory) -> None:
     """The backend raises after copies and half of the writes; the same step after a rollback is right."""
     for spec in specs(factory, block_sizes=(3, 8), layouts=capabilities_of(factory).layouts):
-        RandomEngine(factory, spec, SEED + 1, fail_every=2).run(100)
+        RandomEngine(factory, spec, SEED + 1, fail_every=2).play(range(100))
 
 
 # ---------------------------------------------------------------------- misuse
@@ -466,5 +459,4 @@ def refused_specs_raise(factory: Factory) -> None:
         except ValueError:
             continue
         raise AssertionError(f"{spec} was accepted, although {reason}")
-    if not wrong:
-        raise NotApplicable
+    need(wrong)

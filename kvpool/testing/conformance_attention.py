@@ -22,7 +22,6 @@ from kvpool.testing.filled import (
     TOLERANCE,
     Factory,
     Filled,
-    NotApplicable,
     attend,
     capabilities_of,
     case,
@@ -33,6 +32,7 @@ from kvpool.testing.filled import (
     fill_all,
     head_counts,
     mask_rows,
+    need,
     random_mask,
     refused,
     same_bytes,
@@ -95,8 +95,7 @@ def head_dims_of_models_equal_dense_attention(factory: Factory) -> None:
                 filled = fill(factory, spec, lengths)
                 filled.check([1] * len(lengths), 4, f"decode, head dims {dim} and {v_dim}")
                 filled.check(q_lens, 4, f"chunks, head dims {dim} and {v_dim}")
-    if not tried:
-        raise NotApplicable
+    need(tried)
 
 
 @case
@@ -117,8 +116,7 @@ def chunks_of_any_length_share_a_batch(factory: Factory) -> None:
 def a_row_has_the_same_bits_in_any_batch(factory: Factory) -> None:
     """Alone, in a batch, in the reversed batch, in other blocks: for backends that say so."""
     can = capabilities_of(factory)
-    if not can.batch_invariant:
-        raise NotApplicable
+    need(can.batch_invariant)
     lengths, q_lens, q_heads = [1, 1500, 17, 300, 64, 2049], [1, 1, 5, 4, 64, 1], 4
     for spec in specs(factory, q_heads=q_heads, dtypes=tuple(DTYPES), block_sizes=(16,)):
         filled, elsewhere = (fill(factory, spec, lengths, pad=pad, shift=pad + 1) for pad in (-1, 0))
@@ -163,8 +161,7 @@ def strided_inputs_are_read_by_their_strides(factory: Factory) -> None:
     for spec in specs(factory):
         filled = fill(factory, spec, [3, 40, 9])
         backend, q_lens = filled.backend, [1, 4, 9]
-        if not hasattr(backend.asarray(np.zeros((1, 1, 1), np.float32)), "swapaxes"):
-            raise NotApplicable
+        need(hasattr(backend.asarray(np.zeros((1, 1, 1), np.float32)), "swapaxes"))
         plan = filled.plan(filled.contexts)
         q = filled.queries(q_lens, 4)
         for name, view in _VIEWS.items():
@@ -198,11 +195,6 @@ _SHORT = [1, 17, 40, 131]
 _SHORT_CHUNKS = [1, 17, 5, 9]
 
 
-def _need_features(factory: Factory, *features: str) -> None:
-    if not set(features) <= set(capabilities_of(factory).features):
-        raise NotApplicable
-
-
 def _check_decode_and_chunks(
     filled: Filled, q_lens: list[int], what: str, options: AttentionOptions, scale: float | None = None
 ) -> None:
@@ -216,7 +208,7 @@ def _check_decode_and_chunks(
 @case
 def window_hides_older_tokens(factory: Factory) -> None:
     """Windows of one token, around every block boundary, and wider than any context."""
-    _need_features(factory, "window")
+    need("window" in capabilities_of(factory).features)
     for spec in specs(factory, block_sizes=(1, 3, 8, 16)):
         size = spec.block_size
         lengths = contexts(size)
@@ -232,7 +224,7 @@ def window_hides_older_tokens(factory: Factory) -> None:
 @case
 def slots_behind_the_window_never_matter(factory: Factory) -> None:
     """An engine may give blocks behind the window away: NaN there changes no bit."""
-    _need_features(factory, "window")
+    need("window" in capabilities_of(factory).features)
     lengths, q_lens, window = [5, 40, 300, 1111], [2, 6, 1, 3], 21
     options = AttentionOptions(window=window)
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(8, 16)):
@@ -255,7 +247,7 @@ def slots_behind_the_window_never_matter(factory: Factory) -> None:
 @case
 def soft_cap_bounds_scaled_scores(factory: Factory) -> None:
     """``cap * tanh(scale * score / cap)``: of small caps, of Gemma's, and of one that changes nothing."""
-    _need_features(factory, "soft_cap")
+    need("soft_cap" in capabilities_of(factory).features)
     for spec in specs(factory, dtypes=tuple(DTYPES)):
         filled = fill(factory, spec, _LONG)
         for cap, scale in ((0.5, None), (3.0, 1.0), (50.0, None), (1e30, None), (2, 0.1)):
@@ -269,7 +261,7 @@ def soft_cap_bounds_scaled_scores(factory: Factory) -> None:
 @case
 def sinks_are_counted_once(factory: Factory) -> None:
     """Sinks of weight next to nothing, of 0, and as heavy as the longest context; one query or many per row."""
-    _need_features(factory, "sinks")
+    need("sinks" in capabilities_of(factory).features)
     sinks = ([0.0] * 4, [-3.0, 1.0, 5.0, 8.0], [-100.0, 100.0, 7.0, 2.0])
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(1, 16)):
         filled = fill(factory, spec, _LONG)
@@ -292,7 +284,7 @@ def alibi_biases_by_distance(factory: Factory) -> None:
 
     Softmax hides a bias that all keys share; a sink tells whether distance 0 has bias 0 for each query.
     """
-    _need_features(factory, "alibi_slopes")
+    need("alibi_slopes" in capabilities_of(factory).features)
     sinks = [None] + [np.arange(4.0)] * ("sinks" in capabilities_of(factory).features)
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(3, 16)):
         filled = fill(factory, spec, _LONG)
@@ -307,7 +299,7 @@ def alibi_biases_by_distance(factory: Factory) -> None:
 @case
 def masks_of_bools_and_floats_are_applied(factory: Factory) -> None:
     """Shared by all heads or not, wider than the contexts, contiguous or not; NaN where causality hides anyway."""
-    _need_features(factory, "mask")
+    need("mask" in capabilities_of(factory).features)
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(3, 16)):
         filled = fill(factory, spec, _SHORT)
         for q_lens, kind, heads in product(([1] * 4, _SHORT_CHUNKS), (bool, float), (None, 1, 4)):
@@ -329,7 +321,7 @@ def masks_of_bools_and_floats_are_applied(factory: Factory) -> None:
 @case
 def ends_of_the_float_range_are_numbers_like_others(factory: Factory) -> None:
     """Masks and sinks up to the largest float32 of both signs. Many models write the lowest for "hidden"."""
-    _need_features(factory, "mask")
+    need("mask" in capabilities_of(factory).features)
     some_sinks = [None, np.array([_FLOATS.max, _FLOATS.min, -3e38, 1.0])]
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layers=1):
         filled = fill(factory, spec, _FAR)
@@ -363,7 +355,7 @@ def _far_masks(filled: Filled, q_lens: Sequence[int]) -> dict[str, np.ndarray]:
 @case
 def queries_that_see_nothing_get_zero(factory: Factory) -> None:
     """All of the context masked, or all but one key, or long parts of it; per head; beside sinks or not."""
-    _need_features(factory, "mask")
+    need("mask" in capabilities_of(factory).features)
     with_sinks = "sinks" in capabilities_of(factory).features
     for spec in specs(factory, dtypes=tuple(DTYPES)):
         filled = fill(factory, spec, _LONG)
@@ -407,8 +399,7 @@ def _mostly_hidden(num_tokens: int, width: int) -> dict[str, np.ndarray]:
 def features_work_together(factory: Factory) -> None:
     """Every combination that the backend has; then all of them in every layout and dtype."""
     features = [name for name in FEATURES if name in capabilities_of(factory).features]
-    if len(features) < 2:
-        raise NotApplicable
+    need(len(features) > 1)
     spec = next(specs(factory))
     filled = fill(factory, spec, _SHORT)
     for some in chain.from_iterable(combinations(features, n) for n in range(2, len(features) + 1)):
@@ -486,8 +477,7 @@ _SCORED_CHUNKS = [1, 3, 33, 8]
 
 def _kinds(factory: Factory) -> tuple[str, ...]:
     kinds = capabilities_of(factory).scores
-    if not kinds:
-        raise NotApplicable
+    need(kinds)
     return kinds
 
 
@@ -580,8 +570,7 @@ def scores_are_what_goes_into_exp(factory: Factory) -> None:
 @case
 def scores_beside_masks_of_the_float_range_are_finite(factory: Factory) -> None:
     """A mean over heads whose sum is not a float32 is one still."""
-    if "mask" not in capabilities_of(factory).features:
-        raise NotApplicable
+    need("mask" in capabilities_of(factory).features)
     for kind in _kinds(factory):
         for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(16,), layers=1):
             filled = fill(factory, spec, _FAR)
@@ -614,8 +603,7 @@ def scores_of_a_row_follow_from_what_it_sees(factory: Factory) -> None:
 @case
 def scores_come_after_weights(factory: Factory) -> None:
     """With `return_attn` there are three results; "mass" is the mean of the weights of the newest query."""
-    if "mass" not in _kinds(factory) or not capabilities_of(factory).return_attn:
-        raise NotApplicable
+    need("mass" in _kinds(factory) and capabilities_of(factory).return_attn)
     for spec in specs(factory):
         filled, q_lens = fill(factory, spec, [3, 16, 9]), [2, 1, 9]
         q, plan, backend = filled.queries(q_lens, 4), filled.plan(q_lens), filled.backend
@@ -632,8 +620,7 @@ def scores_come_after_weights(factory: Factory) -> None:
 @case
 def scores_out_is_filled_in_place(factory: Factory) -> None:
     """A larger array of any row and head strides: the corner of this batch is written, nothing else is."""
-    if not capabilities_of(factory).scores_out:
-        raise NotApplicable
+    need(capabilities_of(factory).scores_out)
     for kind in _kinds(factory):
         for spec in specs(factory):
             filled, q_lens = fill(factory, spec, [3, 16, 9, 4]), [2, 1, 9, 0]

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvpool import Group, Plan, Pool
+from kvpool import Group, Pool
 from kvpool.errors import OutOfBlocks
 from kvpool.group_storage import GroupStorage
 from kvpool.protocol import AttentionOptions, BatchShape
 from kvpool.sizing import StateArray
 from kvpool.spec import KVSpec
-from kvpool.testing.dense import dense_attention_and_size
+from kvpool.testing.engine import VOCABULARY, Engine
 from kvpool.testing.filled import (
     SEED,
-    Expected,
     Factory,
-    NotApplicable,
     attend,
     capabilities_of,
     case,
     close,
+    dense_rows,
     everything,
     fill,
     fill_all,
     int32,
+    need,
     refused,
     same_bytes,
     specs,
@@ -36,74 +36,48 @@ from kvpool.testing.filled import (
     values,
 )
 
-_VOCABULARY = 97
-_MAX_ROWS = 4
 _NAN = {"float32": b"\0\0\xc0\x7f", "float16": b"\0\x7e", "bfloat16": b"\xc0\x7f", "float8_e4m3": b"\x7f"}
 _STATE = (StateArray((2, 3), "float32"), StateArray((), "int64"), StateArray((5,), "bfloat16"))
 
 
-@dataclass
-class GroupEngine:
-    """Draws what an engine does to a pool with groups, and compares every answer with dense attention.
+class GroupEngine(Engine):
+    """An engine on a pool with groups: every answer is compared with dense attention, and what states hold.
 
-    A token is an integer; its keys and values in each layer come from a fixed table, and a state is a function of the
-    history. So a history says all that the storage must hold. Before each step, all that no query may read is set to
-    NaN: blocks that no table names, block 0 included, and slots of the others. All layers have one dtype.
+    A state is a function of the history. Before each step, all that no query may read is set to NaN: blocks that no
+    table names, block 0 included, and slots of the others. All layers have one dtype. `layers` are (group, what is
+    stored) of each layer of the model, `sources` the layer whose keys and values each reads: itself, or an earlier one.
     """
 
-    storage: GroupStorage
-    pool: Pool
-    layers: Sequence[tuple[int, KVSpec]]  # (group, what is stored) of each layer of the model
-    sources: Sequence[int]  # the layer whose keys and values each layer reads: itself, or an earlier one
-    seed: int = SEED
-    evicts: bool = False  # whether the backend moves tokens
-    num_steps: int = 0
-    history: dict[int, list[int]] = field(default_factory=dict)
-    #: (sequence, layer) -> positions that an eviction left, and the length at which it did
-    left: dict[tuple[int, int], tuple[list[int], int]] = field(default_factory=dict)
+    turns: tuple[str, ...] = ("step",) * 13 + ("fork", "open") * 2 + ("close",)
+    most_open, most_rows = 6, 4
 
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.seed)
-        self.plan = Plan(self.pool, _MAX_ROWS, 64, formats=self.storage.required_formats)
-        self.tokens = [
-            [values(self.rng, (_VOCABULARY, spec.num_kv_heads, dim), spec.dtype) for _, dim in spec.planes]
-            for _, spec in self.layers
-        ]
+    def __init__(
+        self,
+        storage: GroupStorage,
+        pool: Pool,
+        layers: Sequence[tuple[int, KVSpec]],
+        sources: Sequence[int],
+        seed: int = SEED,
+        evicts: bool = False,
+    ) -> None:
+        super().__init__(pool, storage.required_formats, 64, [spec for _, spec in layers], seed)
+        self.storage, self.layers, self.sources = storage, layers, sources
+        self.turns += ("evict",) * 2 * evicts  # the backend moves tokens
+        #: (sequence, layer) -> positions that an eviction left, and the length at which it did
+        self.left: dict[tuple[int, int], tuple[list[int], int]] = {}
 
-    def run(self, num_turns: int, at_least: int = 0) -> None:
-        """Draw and check so many turns, of which so many are steps at least, then close everything."""
-        for _ in range(num_turns):
-            live = list(self.history)
-            what = self.rng.choice(["step", "fork", "close", "open", "evict"], p=[0.65, 0.1, 0.06, 0.12, 0.07])
-            if not live or (what == "open" and len(live) < 6):
-                self.history[self.pool.open()] = []
-            elif what == "fork" and len(live) < 6:
-                parent = live[self.rng.integers(len(live))]
-                child = int(self.pool.fork(parent)[0])
-                self.history[child] = list(self.history[parent])
-                self.left |= {(child, layer): left for (seq, layer), left in self.left.items() if seq == parent}
-            elif what == "close":
-                self._close(live[self.rng.integers(len(live))])
-            elif what == "evict" and self.evicts:
-                self._evict(live[self.rng.integers(len(live))])
-            else:
-                handles = [int(h) for h in self.rng.permutation(live)[: self.rng.integers(1, _MAX_ROWS + 1)]]
-                if not self.step(handles, self.rng.integers(0, 9, len(handles)).tolist()):
-                    self._close(max(live, key=lambda handle: len(self.history[handle])))
-        self.pool.close(list(self.history))
-        self.pool.check()
-        assert self.num_steps > at_least, "the engine is too idle to prove anything"
-
-    def _close(self, handle: int) -> None:
-        self.pool.close(handle)
-        del self.history[handle]
+    def fork(self, handle: int) -> int:
+        """A child with the same history, that has lost the same."""
+        child = super().fork(handle)
+        self.left |= {(child, layer): left for (seq, layer), left in self.left.items() if seq == handle}
+        return child
 
     def _held(self, handle: int, layer: int) -> list[int]:
         """Positions of the tokens that a sequence has not lost in a layer, in the order of their places."""
         left, length = self.left.get((handle, self.sources[layer]), ([], 0))
         return [*left, *range(length, len(self.history[handle]))]
 
-    def _evict(self, handle: int) -> None:
+    def evict(self, handle: int) -> None:
         """Tokens leave the full groups: others in each layer."""
         for number, group in enumerate(self.storage.groups):
             mine = [i for i, (g, _) in enumerate(self.layers) if g == number and self.sources[i] == i]
@@ -126,9 +100,9 @@ class GroupEngine:
                 positions = self._held(handle, layer)
                 self.left[handle, layer] = [positions[place] for place in places], len(self.history[handle])
 
-    def step(self, handles: list[int], counts: Sequence[int]) -> bool:
+    def step(self, handles: list[int], counts: list[int]) -> bool:
         """Give each row so many new tokens. Returns False if there are too few blocks."""
-        new = [self.rng.integers(_VOCABULARY, size=count).tolist() for count in counts]
+        new = [self.rng.integers(VOCABULARY, size=count).tolist() for count in counts]
         self._poison()
         try:
             self.pool.step(self.plan, np.array(handles), np.array(counts))
@@ -160,24 +134,20 @@ class GroupEngine:
         seen = self.storage.seen(step, layer)
         q = values(self.rng, (sum(q_lens), 2 * spec.num_kv_heads, spec.head_dim), spec.dtype)
         out = self.storage.to_numpy(self.storage.attend(step, layer, self.storage.asarray(q)))
-        expected = Expected(np.zeros((len(q), q.shape[1], spec.value_head_dim)), np.zeros((len(q), q.shape[1], 1)))
+        rows: list[tuple[Any, ...]] = []
         what, begin = f"step {self.num_steps}, layer {layer} of group {number}, seed {self.seed}", 0
         for handle, n in zip(handles, q_lens, strict=True):
             if n:
-                mine, held = slice(begin, begin + n), self._held(handle, layer)
-                length = len(self.history[handle])
+                held, length = self._held(handle, layer), len(self.history[handle])
                 mask = seen_by_rule(self.storage.groups[number], length - n, length)[:, held]
                 tokens = [self.history[handle][position] for position in held]
-                parts = dense_attention_and_size(
-                    q[mine], keys[tokens], given[tokens], None, AttentionOptions(mask=mask)
-                )
-                expected.out[mine], expected.size[mine] = parts
+                rows.append((n, keys[tokens], given[tokens], None, AttentionOptions(mask=mask)))
                 row, token = handles.index(handle), begin + n - 1
                 for plane, right in zip(read, (keys, given), strict=True):
                     found = plane[row, :, : seen.shape[1]][:, seen[token]].swapaxes(0, 1)
                     assert np.array_equal(found, right[tokens][mask[-1]]), f"row {row} reads another context ({what})"
             begin += n
-        close(out, expected, spec, what)
+        close(out, dense_rows(q, spec.value_head_dim, rows), spec, what)
 
     def _states(self, handles: list[int], new: list[list[int]]) -> None:
         """What slots hold is what the histories say; then they hold the next states."""
@@ -304,39 +274,39 @@ def groups_equal_dense_attention(factory: Factory) -> None:
     layout = capabilities_of(factory).layouts[0]
     for wide, narrow in _two_shapes(factory, layout):
         run = engine(factory, _kinds(factory), wide, narrow, shared=False)
-        run.run(60, at_least=25)
+        run.play(range(60))
+        assert run.num_steps > 25, "the engine is too idle to prove anything"
 
 
 @case
 def shapes_in_one_arena_equal_dense_attention(factory: Factory) -> None:
     """Layout "block": groups of two shapes take the same blocks in turn, and nobody reads what another one left."""
-    if "block" not in capabilities_of(factory).layouts:
-        raise NotApplicable
+    need("block" in capabilities_of(factory).layouts)
     for wide, narrow in _two_shapes(factory, "block"):
         run = engine(factory, _kinds(factory), wide, narrow, shared=True)
-        run.run(60, at_least=25)
+        run.play(range(60))
+        assert run.num_steps > 25, "the engine is too idle to prove anything"
 
 
 @case
 def layers_of_one_group_may_differ(factory: Factory) -> None:
     """Layout "block": heads and dimensions change from layer to layer of a column, over one table."""
     can = capabilities_of(factory)
-    if "block" not in can.layouts:
-        raise NotApplicable
+    need("block" in can.layouts)
     for spec in specs(factory, kv_heads=2, layers=1, block_sizes=_block_sizes(factory)[:1], layouts=("block",)):
         widths = (spec.head_dim, 12) if can.head_dims is None and can.mixed_head_dims else (spec.head_dim,) * 2
         column = [spec, replace(spec, num_kv_heads=1, v_head_dim=widths[1]), replace(spec, num_kv_heads=3)]
         pool = Pool(50, spec.block_size, max_seqs=8, groups=[Group.full(columns=2), Group.full()])
         storage = GroupStorage(factory, pool, [column, spec])
         run = GroupEngine(storage, pool, [*((0, part) for part in [*column, *column]), (1, spec)], range(7))
-        run.run(30, at_least=10)
+        run.play(range(30))
+        assert run.num_steps > 10, "the engine is too idle to prove anything"
 
 
 @case
 def given_rows_are_used_and_nothing_between_them(factory: Factory) -> None:
     """Layout "block": ``storage=`` holds what is written, as `export_blocks` has it; bytes between rows stay."""
-    if "block" not in capabilities_of(factory).layouts:
-        raise NotApplicable
+    need("block" in capabilities_of(factory).layouts)
     for spec in specs(factory, layouts=("block",), layers=2):
         arena = np.full((5, spec.block_nbytes + 48), 0xA5, np.uint8)
         rows = arena[:, 16 : 16 + spec.block_nbytes]
@@ -407,8 +377,7 @@ def latents_are_stored_and_read(factory: Factory) -> None:
 @case
 def gaps_in_tables_are_not_read(factory: Factory) -> None:
     """A window in the middle of a table of holes: neither block 0 nor the blocks that were let go are read."""
-    if "window" not in capabilities_of(factory).features:
-        raise NotApplicable
+    need("window" in capabilities_of(factory).features)
     size = _block_sizes(factory)[0]
     for spec in specs(factory, block_sizes=(size,)):
         pool = Pool(40, size, max_seqs=2, groups=[Group.window(size + 1), Group.full()])

@@ -19,13 +19,13 @@ from kvpool.testing.filled import (
     SEED,
     Factory,
     Filled,
-    NotApplicable,
     attend,
     capabilities_of,
     case,
     close,
     everything,
     fill,
+    need,
     quantized_specs,
     refused,
     same_bytes,
@@ -98,11 +98,6 @@ def wrong_resizes_are_refused_before_a_byte_changes(factory: Factory) -> None:
 # ====================== compaction
 
 
-def _need_compact(factory: Factory) -> None:
-    if not capabilities_of(factory).compacts:
-        raise NotApplicable
-
-
 def _some(filled: Filled, row: int, n: int) -> np.ndarray:
     """Ascending places of n tokens of a row, other ones per layer and head."""
     spec, context = filled.backend.spec, filled.contexts[row]
@@ -125,7 +120,7 @@ def compaction_moves_what_stays_and_nothing_else(factory: Factory) -> None:
 
     Quantized tokens move as they are.
     """
-    _need_compact(factory)
+    need(capabilities_of(factory).compacts)
     layouts = capabilities_of(factory).layouts
     for spec in specs(factory, dtypes=tuple(DTYPES), layouts=layouts, block_sizes=(1, 3, 8), layers=3, packed=True):
         filled = fill(factory, spec, [21, 30], poison=7.0)
@@ -147,7 +142,7 @@ def compaction_moves_what_stays_and_nothing_else(factory: Factory) -> None:
 @case
 def one_list_of_places_serves_all_heads(factory: Factory) -> None:
     """``keep [n]`` is the same for every layer and head; int64 and lists will do."""
-    _need_compact(factory)
+    need(capabilities_of(factory).compacts)
     for spec in specs(factory):
         filled, again = (fill(factory, spec, [30]) for _ in range(2))
         places = [0, 1, 5, 6, 13, 28, 29]
@@ -160,7 +155,7 @@ def one_list_of_places_serves_all_heads(factory: Factory) -> None:
 @case
 def compacted_rows_answer_from_what_stays(factory: Factory) -> None:
     """Attention after compaction is attention over the tokens that stay; NaN in what left changes no bit."""
-    _need_compact(factory)
+    need(capabilities_of(factory).compacts)
     for spec in specs(factory, dtypes=tuple(DTYPES), block_sizes=(8, 16)):
         filled = fill(factory, spec, [5, 45, 300])
         for row, n in ((1, 20), (2, 131)):
@@ -226,8 +221,7 @@ def _quantized_specs(factory: Factory, *, layouts: bool = False) -> list[KVSpec]
     can = capabilities_of(factory)
     dtypes = can.dtypes[:1] if layouts else can.dtypes
     found = list(quantized_specs(factory, 1, can.layouts if layouts else can.layouts[:1], dtypes))
-    if not found:
-        raise NotApplicable
+    need(found)
     return found
 
 

@@ -104,16 +104,7 @@ def dense_scores(
 ) -> np.ndarray:
     """Scores of `KVBackend.attend` with ``scores=kind``, for one row whose newest token alone is the query.
 
-    Parameters
-    ----------
-    q : ``[1, Hq, D]``
-    k : ``[C, Hk, D]``
-    kind : "raw" or "mass"
-
-    Returns
-    -------
-    float64 ``[Hk, C]``
-        Means over the query heads of each KV head.
+    They are float64 ``[Hk, C]``, means over the query heads of each KV head, of q ``[1, Hq, D]`` and k ``[C, Hk, D]``.
     """
     options = AttentionOptions() if options is None else options
     scores = np.zeros((k.shape[1], len(k)))
@@ -204,14 +195,9 @@ def _quantized_groups(x: bytes, size: int, bits: int) -> tuple[np.ndarray, np.nd
 
 
 def quantized(x: np.ndarray, spec: KVSpec, bits: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """The stored form of tokens ``[T, Hk, D]`` in a plane of `bits` bits, and what comes back.
+    """The stored form of tokens ``[T, Hk, D]`` in a plane of `bits` bits, and what comes back: float32 ``[T, Hk, D]``.
 
-    Returns
-    -------
-    parts : [words, scales, biases]
-        uint8 bytes ``[T, Hk, n]`` each, little-endian, as `export_blocks` has them.
-    back : float32 ``[T, Hk, D]``
-        scale * number + bias, rounded once.
+    Words, scales and biases are bytes ``[T, Hk, n]`` each, little-endian, as `export_blocks` has them.
     """
     x = round_to(x, spec.dtype)
     numbers, scales, biases = _quantized_groups(np.float32(x).tobytes(), spec.quant_group_size, bits)

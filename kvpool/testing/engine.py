@@ -1,8 +1,8 @@
-"""A random engine on a real pool and any backend, compared with dense attention after every step."""
+"""Random engines on a real pool, and one on any backend: compared with dense attention after every step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -10,42 +10,89 @@ from kvpool import Plan, Pool
 from kvpool.config import KVSpec
 from kvpool.errors import CapacityExceeded, OutOfBlocks
 from kvpool.protocol import KVBackend, StepArrays
-from kvpool.testing.dense import dense_attention_and_size
-from kvpool.testing.filled import Expected, Factory, close, values, write
+from kvpool.testing.filled import Factory, close, dense_rows, values, write
 
-_VOCABULARY = 211
-_MAX_ROWS = 6
+VOCABULARY = 211
 _MAX_TOKENS = 48
 _Q_HEADS = 4
+
+
+class Engine:
+    """Draws what an engine does to a pool, turn by turn; who inherits makes and checks the steps.
+
+    A token is an integer; its keys and values in each layer come from a fixed table. So a sequence's history, a list of
+    tokens, says what the pool must hold for it.
+    """
+
+    turns: tuple[str, ...]  #: what is done, as often as it stands there
+    most_open: int
+    most_rows: int
+
+    def __init__(self, pool: Pool, formats: Sequence[str], max_tokens: int, specs: Iterable[KVSpec], seed: int) -> None:
+        self.pool, self.seed, self.rng = pool, seed, np.random.default_rng(seed)
+        self.plan = Plan(pool, self.most_rows, max_tokens, formats=tuple(formats))
+        self.tokens = [
+            [values(self.rng, (VOCABULARY, spec.num_kv_heads, dim), spec.dtype) for _, dim in spec.planes]
+            for spec in specs
+        ]
+        self.history: dict[int, list[int]] = {}
+        self.num_steps = 0
+
+    def play(self, turns: Iterable[int]) -> None:
+        """Play and check these turns, then close everything: no block may be missing.
+
+        Each draws from numbers of its own: others can be left out, and it stays what it is.
+        """
+        for turn in turns:
+            self.rng = np.random.default_rng([self.seed, turn])
+            self._turn(list(self.history))
+        self.pool.close(list(self.history))
+        stats = self.pool.stats()
+        assert stats.blank == stats.num_blocks - stats.reserved, f"blocks leaked: {stats} (seed {self.seed})"
+        self.pool.check()
+        self.pool.shutdown()
+
+    def _turn(self, live: list[int]) -> None:
+        what = self.rng.choice(self.turns)
+        if not live or (what == "open" and len(live) < self.most_open):
+            self.history[self.pool.open()] = []
+        elif what == "step" or (what in ("open", "fork") and len(live) == self.most_open):
+            handles = [int(h) for h in self.rng.permutation(live)[: self.rng.integers(1, self.most_rows + 1)]]
+            if not self.step(handles, self.rng.integers(0, 9, len(handles)).tolist()):
+                self.close(max(live, key=lambda handle: len(self.history[handle])))
+        else:
+            getattr(self, what)(live[self.rng.integers(len(live))])
+
+    def step(self, handles: list[int], counts: list[int]) -> bool:
+        """Give each row so many new tokens. Returns False if there are too few blocks."""
+        raise NotImplementedError
+
+    def fork(self, handle: int) -> int:
+        """A child with the same history."""
+        child = int(self.pool.fork(handle)[0])
+        self.history[child] = list(self.history[handle])
+        return child
+
+    def close(self, handle: int) -> None:
+        """Close a sequence."""
+        self.pool.close(handle)
+        del self.history[handle]
 
 
 class _BackendFailed(Exception):
     """The planted failure."""
 
 
-class RandomEngine:
-    """Draws what an engine does to a pool, and checks every answer of the backend.
+class RandomEngine(Engine):
+    """An engine on one backend, every answer of which is checked.
 
-    A token is an integer; its keys and values in each layer come from a fixed table. So a sequence's history,
-    a list of tokens, says what the pool must hold for it. Before each step every slot that no sequence may
-    read is set to NaN.
-
-    Parameters
-    ----------
-    factory, spec
-        The backend under test.
-    seed : int
-        Of all choices; it is part of every message.
-    fail_every : int
-        If > 0, every that many-th step is broken off in its last layer, half written, rolled back, and done
-        again.
-    failure : type of exception
-        What a backend that fails raises, from any call but the ones that fill dead slots: the step, or the
-        reservation, is rolled back and done again, once. Choices are the same as without the failure.
-    num_blocks : int, optional
-        Of the pool and the backend; by default ``2 + max(6, 64 // block_size)``. A step that finds too few closes the
-        longest sequence instead.
+    Before each step every slot that no sequence may read is set to NaN. With `fail_every`, every that many-th step is
+    broken off in its last layer, half written. What raises `failure`, a step or a reservation, is rolled back and done
+    again, once.
     """
+
+    turns = ("step",) * 11 + ("fork",) * 3 + ("truncate", "close", "open") * 2
+    most_open, most_rows = 8, 6
 
     def __init__(
         self,
@@ -56,99 +103,49 @@ class RandomEngine:
         failure: type[BaseException] = _BackendFailed,
         num_blocks: int | None = None,
     ) -> None:
-        self.spec = spec
-        self.seed = seed
-        self.fail_every = fail_every
-        self.failure = failure
-        self.rng = np.random.default_rng(seed)
+        self.spec, self.fail_every, self.failure = spec, fail_every, failure
         num_blocks = num_blocks or 2 + max(6, 64 // spec.block_size)
-        self.pool = Pool(num_blocks, spec.block_size, max_seqs=12)
         self.backend: KVBackend = factory(spec, num_blocks)
-        self.plan = Plan(self.pool, _MAX_ROWS, _MAX_TOKENS, formats=tuple(self.backend.required_formats))
-        shape = (_VOCABULARY, spec.num_kv_heads)
-        self.k = [values(self.rng, (*shape, spec.head_dim), spec.dtype) for _ in range(spec.num_layers)]
-        self.v = [values(self.rng, (*shape, spec.value_head_dim), spec.dtype) for _ in range(spec.num_layers)]
-        self.history: dict[int, list[int]] = {}
-        self.num_turns = self.num_steps = 0
+        pool = Pool(num_blocks, spec.block_size, max_seqs=12)
+        super().__init__(pool, self.backend.required_formats, _MAX_TOKENS, [spec] * spec.num_layers, seed)
 
-    def run(self, num_turns: int) -> None:
-        """Draw and check `num_turns` turns, then close everything: no block may be missing."""
-        for _ in range(num_turns):
-            self._turn()
-        self._end()
+    def truncate(self, handle: int) -> None:
+        """Shorten a sequence."""
+        length = int(self.rng.integers(len(self.history[handle]) + 1))
+        self.pool.truncate(handle, length)
+        del self.history[handle][length:]
 
-    def play(self, turns: Iterable[int]) -> None:
-        """Like `run`, but each turn draws from numbers of its own: others can be left out, and it stays what it is."""
-        for turn in turns:
-            self.rng = np.random.default_rng([self.seed, turn])
-            self._turn()
-        self._end()
-
-    def _end(self) -> None:
-        self.pool.close(list(self.history))
-        stats = self.pool.stats()
-        assert stats.blank == stats.num_blocks - stats.reserved, f"blocks leaked: {stats} (seed {self.seed})"
-        self.pool.check()
-        self.pool.shutdown()
-
-    def _turn(self) -> None:
-        self.num_turns += 1
-        live = list(self.history)
-        what = self.rng.choice(["step", "fork", "truncate", "close", "open"], p=[0.55, 0.15, 0.1, 0.08, 0.12])
-        if not live or (what == "open" and len(live) < 8):
-            self.history[self.pool.open()] = []
-            return
-        handle = live[self.rng.integers(len(live))]
-        if what == "fork" and len(live) < 8:
-            child = int(self.pool.fork(handle)[0])
-            self.history[child] = list(self.history[handle])
-        elif what == "truncate":
-            length = int(self.rng.integers(len(self.history[handle]) + 1))
-            self.pool.truncate(handle, length)
-            del self.history[handle][length:]
-        elif what == "close":
-            self.pool.close(handle)
-            del self.history[handle]
-        else:
-            self._step(live)
-
-    def _step(self, live: list[int]) -> None:
-        num_rows = int(self.rng.integers(1, min(_MAX_ROWS, len(live)) + 1))
-        handles = [int(h) for h in self.rng.permutation(live)[:num_rows]]
-        num_new = self.rng.integers(0, 8, num_rows).astype(np.int32)
-        tokens = [self.rng.integers(_VOCABULARY, size=n).tolist() for n in num_new]
-        pad_to = (_MAX_ROWS, _MAX_TOKENS) if self.rng.random() < 0.3 else None
+    def step(self, handles: list[int], counts: list[int]) -> bool:
+        """Give each row so many new tokens. Returns False if there are too few blocks."""
+        tokens = [self.rng.integers(VOCABULARY, size=n).tolist() for n in counts]
+        pad_to = (self.most_rows, _MAX_TOKENS) if self.rng.random() < 0.3 else None
         try:
             if self.rng.random() < 0.2:  # a reservation's copies are work of their own
-                self._reserve(handles, num_new)
+                self._reserve(handles, counts)
             self._poison()
-            self.pool.step(self.plan, handles, num_new, pad_to=pad_to)
+            self.pool.step(self.plan, handles, counts, pad_to=pad_to)
         except (OutOfBlocks, CapacityExceeded):  # a sequence may outgrow the pool
-            longest = max(self.history, key=lambda h: len(self.history[h]))
-            self.pool.close(longest)
-            del self.history[longest]
-            return
+            return False
         self.num_steps += 1
         fail = self.fail_every > 0 and self.num_steps % self.fail_every == 0
-        drawn = self.rng.bit_generator.state
         try:
             self._execute(handles, tokens, fail)
         except self.failure:
             self._roll_back()
-            self.rng.bit_generator.state = drawn
-            self.pool.step(self.plan, handles, num_new, pad_to=pad_to)
+            self.pool.step(self.plan, handles, counts, pad_to=pad_to)
             self._execute(handles, tokens)
         self.pool.done(self.plan)
         for handle, new in zip(handles, tokens, strict=True):
             self.history[handle] += new
+        return True
 
-    def _reserve(self, handles: list[int], num_new: np.ndarray) -> None:
-        self.pool.reserve(self.plan, handles, num_new)
+    def _reserve(self, handles: list[int], counts: list[int]) -> None:
+        self.pool.reserve(self.plan, handles, counts)
         try:
             self.backend.copy_blocks(self.plan)
         except self.failure:
             self._roll_back()
-            self.pool.reserve(self.plan, handles, num_new)
+            self.pool.reserve(self.plan, handles, counts)
             self.backend.copy_blocks(self.plan)
         self.pool.done(self.plan)
 
@@ -173,7 +170,7 @@ class RandomEngine:
 
         backend.copy_blocks(plan)
         for layer in range(self.spec.num_layers):
-            k, v = backend.asarray(self.k[layer][new]), backend.asarray(self.v[layer][new])
+            k, v = (backend.asarray(x[new]) for x in self.tokens[layer])
             if fail and layer == self.spec.num_layers - 1:
                 half = plan.slot_mapping.copy()
                 half[::2] = -1
@@ -182,21 +179,10 @@ class RandomEngine:
             backend.write(step, layer, k, v)
             q = values(self.rng, (new.size, _Q_HEADS, self.spec.head_dim), self.spec.dtype)
             out = backend.to_numpy(backend.attend(reads, layer, backend.asarray(q)))
-            expected, size = np.zeros((new.size, _Q_HEADS, self.spec.value_head_dim)), np.zeros((new.size, _Q_HEADS, 1))
-            begin = 0
-            for handle, row in zip(handles, tokens, strict=True):
-                end = begin + len(row)
-                context = np.array(self.history[handle] + row, np.int64)
-                if row:
-                    k_row, v_row = self.k[layer][context], self.v[layer][context]
-                    expected[begin:end], size[begin:end] = dense_attention_and_size(q[begin:end], k_row, v_row)
-                begin = end
-            close(
-                out,
-                Expected(expected, size),
-                self.spec,
-                f"engine step {self.num_steps}, layer {layer}, engine seed {self.seed}",
-            )
+            contexts = [self.history[handle] + row for handle, row in zip(handles, tokens, strict=True)]
+            rows = [(len(row), *(x[of] for x in self.tokens[layer])) for row, of in zip(tokens, contexts, strict=True)]
+            what = f"engine step {self.num_steps}, layer {layer}, engine seed {self.seed}"
+            close(out, dense_rows(q, self.spec.value_head_dim, rows), self.spec, what)
 
     def _poison(self) -> None:
         """NaN into every slot that holds no token of a sequence."""

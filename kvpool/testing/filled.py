@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +29,12 @@ class NotApplicable(Exception):
     """The backend's capabilities leave a case nothing to try."""
 
 
+def need(is_there: object) -> None:
+    """Leave the case if there is nothing to try."""
+    if not is_there:
+        raise NotApplicable
+
+
 def collector(cases: list[OneCase]) -> Callable[[OneCase], OneCase]:
     """A decorator that adds a case to `cases`."""
 
@@ -45,13 +51,7 @@ case = collector(CASES)
 
 
 def run_cases(cases: Sequence[Any], run: Callable[[Any], object]) -> dict[str, str]:
-    """Run each case; returns its name with "passed" or "not applicable".
-
-    Raises
-    ------
-    AssertionError
-        Some case failed. The message names every case that did, and how; the first failure is chained.
-    """
+    """Run each case, as `kvpool.testing.conformance.check_backend` says."""
     outcome: dict[str, str] = {}
     failures: list[tuple[str, Exception]] = []
     for case in cases:
@@ -112,8 +112,7 @@ def specs(
         if can.refusal(spec, q_heads) is None:
             found = True
             yield spec
-    if not found:
-        raise NotApplicable
+    need(found)
     if packed:
         yield from quantized_specs(factory, layers, layouts, dtypes[:1])
 
@@ -179,6 +178,17 @@ class Expected(NamedTuple):
     size: np.ndarray  # [T, Hq, 1]
 
 
+def dense_rows(q: np.ndarray, dim: int, rows: Iterable[tuple[Any, ...]]) -> Expected:
+    """Dense attention of row after row: how many queries, keys, values, and perhaps scale and options."""
+    out, size, begin = np.zeros((*q.shape[:2], dim)), np.zeros((*q.shape[:2], 1)), 0
+    for n, *given in rows:
+        if n:
+            mine = slice(begin, begin + n)
+            out[mine], size[mine] = dense_attention_and_size(q[mine], *given)
+        begin += n
+    return Expected(out, size)
+
+
 @dataclass
 class Filled:
     """A backend whose rows hold known tokens. ``k[layer][row]`` is ``[context, Hk, D]``, as it comes back.
@@ -237,17 +247,14 @@ class Filled:
         options: AttentionOptions | None = None,
     ) -> Expected:
         """Dense attention of every row, one after the other."""
-        spec = self.backend.spec
-        out = np.zeros((sum(q_lens), q.shape[1], spec.result_dim))
-        size, begin = np.zeros((*out.shape[:2], 1)), 0
+        spec, rows, begin = self.backend.spec, [], 0
         for row, n in enumerate(q_lens):
-            mine, k, v = slice(begin, begin + n), self.k[layer][row], self.v[layer][row]
+            k, v = self.k[layer][row], self.v[layer][row]
             if spec.latent:
                 k, v = np.concatenate([k, v], axis=-1), k
-            if n:
-                out[mine], size[mine] = dense_attention_and_size(q[mine], k, v, scale, mask_rows(options, mine))
+            rows.append((n, k, v, scale, mask_rows(options, slice(begin, begin + n))))
             begin += n
-        return Expected(out, size)
+        return dense_rows(q, spec.result_dim, rows)
 
     def check(
         self,

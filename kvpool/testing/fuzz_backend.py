@@ -15,7 +15,7 @@ from kvpool.config import KVSpec
 from kvpool.testing import conformance
 from kvpool.testing.engine import RandomEngine
 from kvpool.testing.filled import Factory, NotApplicable, specs
-from kvpool.testing.fuzz_target import TargetFinding, TargetReport, Word, fuzz
+from kvpool.testing.fuzz_target import TargetFinding, TargetReport, Word, as_test, fuzz
 
 TURNS = 20  # of one engine; each is a word of a program
 
@@ -30,19 +30,11 @@ class BackendFinding(TargetFinding):
             self.args = (str(error) or "an assert without a message failed",)
 
 
-def _script(source: str, imports: str, what: str, call: str) -> str:
-    """A test that makes the call on the backend."""
-    lines, _, _ = source.rpartition("\n")
-    comment = "\n".join(f"    # {line}" for line in what.splitlines())
-    return f"{lines}\n{imports}\n\n\ndef test_fuzz_backend():\n{comment}\n    {call}\n"
-
-
 class BackendRun:
     """The engine of a seed: any of its turns can be left out. For `kvpool.testing.fuzz_target.fuzz`."""
 
     def __init__(self, factory: Factory, spec: KVSpec, seed: int, num_blocks: int | None, source: str) -> None:
         self.factory, self.spec, self.seed, self.num_blocks, self.source = factory, spec, seed, num_blocks, source
-        self.sizes = {"num_blocks": num_blocks or 0, "block_size": spec.block_size}
 
     def words(self) -> list[Word]:
         """All turns."""
@@ -66,7 +58,7 @@ class BackendRun:
         spec = ", ".join(f"{name}={value!r}" for name, value, usual in given if value != usual)
         turns = [turn for turn, *_ in words]
         call = f"RandomEngine({expression}, KVSpec({spec}), {self.seed}{sizes}).play({turns})"
-        return _script(self.source, imports, what, call)
+        return as_test("backend", self.source, imports, what, [call])
 
 
 def _conform(report: TargetReport, factory: Factory, source: str) -> None:
@@ -85,7 +77,7 @@ def _conform(report: TargetReport, factory: Factory, source: str) -> None:
     report.finding = "\n".join([head, *told])
     expression, case = source.rpartition("\n")[2], failed[0]
     imports = f"from {case.__module__} import {case.__name__}"
-    report.script = _script(source, imports, told[0], f"{case.__name__}({expression})")
+    report.script = as_test("backend", source, imports, told[0], [f"{case.__name__}({expression})"])
     try:
         case(factory)
     except Exception:  # whatever it is: the case fails once more, so the script will

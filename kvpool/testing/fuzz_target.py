@@ -151,6 +151,10 @@ class _Sequence:
     key: Any  # of the allocator
     tokens: list[int]
     table: list[int]
+    name: str = ""  # in a script
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 class Checked:
@@ -314,8 +318,7 @@ def _tokens(checked: Checked, a: int, b: int, least: int) -> list[int]:
 
 def play(checked: Checked, words: Iterable[Word], trace: list[str] | None = None) -> int:
     """Run a program; returns the calls made. What is wrong raises `TargetFinding`."""
-    calls = 0
-    names: dict[int, str] = {}
+    calls = named = 0
     for op, a, b, c in words:
         name, live = OPERATIONS[op % len(OPERATIONS)], checked.sequences
         if name != "open" and not hasattr(checked.allocator, name):
@@ -341,18 +344,17 @@ def play(checked: Checked, words: Iterable[Word], trace: list[str] | None = None
             arguments = [sequence]
         calls += 1
         if trace is not None:
-            shown = ", ".join(names[id(x)] if isinstance(x, _Sequence) else repr(x) for x in arguments)
-            made = f"s{len(names)} = " if name in ("open", "fork") else ""
-            trace.append(f"{made}checked.{name}({shown})")
+            made = f"s{named} = " if name in ("open", "fork") else ""
+            trace.append(f"{made}checked.{name}({', '.join(map(repr, arguments))})")
         try:
             result = getattr(checked, name)(*arguments)
         except checked.refusal:
             if trace is not None:
                 trace[-1] = f"with pytest.raises({checked.refusal.__name__}):\n    {trace[-1].rpartition(' = ')[2]}"
             continue
-        if trace is not None and name in ("open", "fork"):
-            names[id(result)] = f"s{len(names)}"
-            checked.__dict__.setdefault("kept", []).append(result)  # so that no id comes twice
+        if name in ("open", "fork"):
+            result.name = f"s{named}"
+            named += 1
     return calls
 
 
@@ -370,30 +372,20 @@ class TargetReport:
     finding: str | None = None
     kind: str = ""
     seed: int | None = None
-    num_blocks: int = 0
-    block_size: int = 0
     script: str = ""
     script_fails: bool = False
     cases: dict[str, str] = field(default_factory=dict)
 
 
-class Run(Protocol):
-    """Programs on one kind of pool: what `fuzz` needs to draw, play, shrink and print them."""
-
-    sizes: dict[str, int]
-
-    def words(self) -> list[Word]:
-        """The program of this run."""
-
-    def play(self, words: list[Word]) -> int:
-        """Play a program on something new; returns the calls made. What is wrong raises `TargetFinding`."""
-
-    def script(self, words: list[Word], what: str) -> str:
-        """A test with the calls of a program; `what` is wrong with them."""
+def as_test(name: str, source: str, imports: str, what: str, calls: Iterable[str]) -> str:
+    """A test of these calls; `what` is wrong with them. `source` has more imports in the lines before its last one."""
+    before, _, _ = source.rpartition("\n")
+    body = "\n".join(f"    {line}" for line in [*(f"# {line}" for line in what.splitlines()), *calls])
+    return f"{before}\n{imports}\n\n\ndef test_fuzz_{name}():\n{body}\n"
 
 
 class TargetRun:
-    """Programs on a foreign allocator."""
+    """Programs on a foreign allocator: what `fuzz` needs to draw, play, shrink and print them."""
 
     def __init__(self, factory: Callable[..., Any], sizes: dict[str, int], seed: int, source: str) -> None:
         self.factory, self.sizes, self.seed, self.source = factory, sizes, seed, source
@@ -419,16 +411,15 @@ class TargetRun:
         trace: list[str] = []
         with contextlib.suppress(TargetFinding):
             self.play(words, trace)
-        imports, _, expression = self.source.rpartition("\n")
+        expression = self.source.rpartition("\n")[2]
         arguments = ", ".join(f"{name}={value}" for name, value in self.sizes.items())
-        body = [f"# {what}", f"checked = Checked({expression}({arguments}))"]
-        body += [part for line in trace for part in line.split("\n")]
+        calls = [f"checked = Checked({expression}({arguments}))"]
+        calls += [part for line in trace for part in line.split("\n")]
         head = "import pytest\n" * any("raises" in line for line in trace)
-        text = "\n".join(f"    {line}" for line in body)
-        return f"{head}{imports}\nfrom kvpool.testing.fuzz_target import Checked\n\n\ndef test_fuzz_target():\n{text}\n"
+        return head + as_test("target", self.source, "from kvpool.testing.fuzz_target import Checked", what, calls)
 
 
-def _shrink(report: TargetReport, run: Run, words: list[Word], first: TargetFinding) -> None:
+def _shrink(report: TargetReport, run: Any, words: list[Word], first: TargetFinding) -> None:
     """Shrink a program that fails to one that fails in the same way."""
 
     def finding_of(tried: list[Word]) -> TargetFinding | None:
@@ -447,7 +438,6 @@ def _shrink(report: TargetReport, run: Run, words: list[Word], first: TargetFind
     if finding is None:
         few, finding = words, first
     report.finding, report.kind = str(finding), finding.kind
-    report.num_blocks, report.block_size = run.sizes["num_blocks"], run.sizes["block_size"]
     report.script = run.script(few, report.finding)
 
 
@@ -459,17 +449,10 @@ def runs_of(
     seconds: float | None = None,
     told: Callable[[Any], None] | None = None,
 ) -> Iterator[int]:
-    """The seed of run after run, until the report has a finding; counts the runs and the time.
+    """The seed of run after run, until the report has a finding, or so many calls are made, or seconds are over.
 
-    Parameters
-    ----------
-    report : TargetReport
-        Or another report with `seed`, `runs`, `calls`, `seconds` and `finding`. Who runs adds to the calls. Without a
-        finding, its seed is None at the end.
-    calls, seconds : int, float, optional
-        Calls to make, at least; wall time after which no run begins. Whole runs are made.
-    told : callable, optional
-        Called with the report after every run.
+    Counts the runs and the time; who runs adds to the calls. Whole runs are made. `told` is called with the report, a
+    `TargetReport` or the like, after every run. Without a finding, its seed is None at the end.
     """
     rng, began = random.Random(seed), time.monotonic()
     while report.finding is None:
@@ -486,8 +469,8 @@ def runs_of(
             break
 
 
-def fuzz(make_run: Callable[[int], Run], seed: int, **until: Any) -> TargetReport:
-    """Run after run of ``make_run(seed)``, until one fails. `until` says when to stop, and who is told: `runs_of`."""
+def fuzz(make_run: Callable[[int], Any], seed: int, **until: Any) -> TargetReport:
+    """Run after run of ``make_run(seed)``, such as a `TargetRun`, until one fails. `until`: see `runs_of`."""
     report = TargetReport()
     for run_seed in runs_of(report, seed, **until):
         run = make_run(run_seed)

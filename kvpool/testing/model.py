@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import CapacityExceeded, CorruptState, OutOfBlocks, OutOfSequences, PlanStateError
+from kvpool.retention import Keep
 from kvpool.stats import PoolStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Arena, ModelBlocks, ceil_div, public_call, reading_call
@@ -131,8 +132,8 @@ class ModelPool(CacheModel, AbstractContextManager):
         load: bool = False, again: bool = False, keep: Any = None,
     ) -> int:  # fmt: skip
         args.how_to_open("open", tokens, namespace, reserve, load)
-        args.boolean("open", "again", again)
-        if args.keep("open", keep) and not self.has_cache:
+        args.typed("open", "again", again, bool)
+        if args.typed("open", "keep", keep, Keep | None) and not self.has_cache:
             raise ValueError(f"[open] keep is {keep}, the pool has no prefix cache")
         if cut is not None:
             args.integer("open", "cut", cut, 0, tokens if isinstance(tokens, int) else len(tokens))
@@ -506,7 +507,6 @@ class ModelPool(CacheModel, AbstractContextManager):
         self._refuse_plan(call, plan)
         if plan.is_pending:
             raise PlanStateError(f"[{call}] the plan is pending (step {plan.step_id}), done or rollback is due")
-        plan.refuse_moved(call)
 
     def _refuse_rows(self, call: str, plan: ModelPlan, num_rows: int) -> None:
         if num_rows > plan.limits.max_rows:
@@ -530,7 +530,7 @@ class ModelPool(CacheModel, AbstractContextManager):
     def _refuse_row(self, call: str, plan: ModelPlan, row: int, seq: Sequence, n: int) -> None:
         """Refuse what neither the pool's nor the plan's tables can hold."""
         length = seq.num_tokens + n
-        if not self._fits_pool(seq, n) or length > plan.longest:
+        if not self._fits_pool(seq, n) or length > 2**31 - 1:
             raise CapacityExceeded(f"[{call}] row {row} has {length} tokens, more than a sequence may have")
         for layer in self.kv:
             room = max(self._capacity(seq), self._rounded(length))

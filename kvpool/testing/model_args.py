@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.retention import Keep
-
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 INTS = ("int32", "int64")
 
@@ -35,9 +33,11 @@ def own(call: str, value: Any) -> Any:
     return value
 
 
-def boolean(call: str, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"[{call}] {name} is a {type(value).__name__}, a bool is needed")
+def typed(call: str, name: str, value: Any, kind: Any) -> Any:
+    """A value of this type, or of one of several."""
+    if not isinstance(value, kind):
+        needed = getattr(kind, "__name__", kind)
+        raise TypeError(f"[{call}] {name} is a {type(value).__name__} ({value!r}), {needed} is needed")
     return value
 
 
@@ -110,24 +110,12 @@ def tokens(call: str, values: Any) -> list[int]:
     return [integer(call, "a token", token, 0, 2**31 - 1) for token in integers(call, "tokens", values)]
 
 
-def keep(call: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, Keep):
-        raise TypeError(f"[{call}] keep is a {type(value).__name__} ({value!r}), a Keep is needed")
-    return value
-
-
-def namespace(call: str, value: Any) -> bytes:
-    if not isinstance(value, bytes):
-        raise TypeError(f"[{call}] namespace is a {type(value).__name__} ({value!r}), bytes are needed")
-    return value
-
-
-def how_to_open(call: str, tokens: Any, namespace_: Any, reserve: Any, load: Any) -> None:
+def how_to_open(call: str, tokens: Any, namespace: Any, reserve: Any, load: Any) -> None:
     """Judge the flags of a call that opens a sequence, and the namespace."""
-    boolean(call, "reserve", reserve)
-    if boolean(call, "load", load) and not reserve:
+    typed(call, "reserve", reserve, bool)
+    if typed(call, "load", load, bool) and not reserve:
         raise ValueError(f"[{call}] load is True and reserve is False")
-    namespace(call, namespace_)
+    typed(call, "namespace", namespace, bytes)
     if isinstance(tokens, int) and not reserve:
         raise ValueError(f"[{call}] reserve is False for a count of {tokens} tokens, a prompt is needed")
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kvpool.errors import CorruptState, DoubleFree, OutOfBlocks, PlanStateError
+from kvpool.errors import CorruptState, DoubleFree, OutOfBlocks
 from kvpool.testing import model_args as args
 
 
@@ -116,10 +116,9 @@ class Arena:
                 raise CorruptState(f"[evict] nothing may leave arena {self.number}, a call was judged wrongly")
             return
         block = self.unused.pop(0)
-        if block in self.marked:  # else `uncache` left it in its place
-            self.marked.remove(block)
-            self.dropped.append(block)
-            self.counters["evictions"] += 1
+        self.marked.remove(block)
+        self.dropped.append(block)
+        self.counters["evictions"] += 1
         self.blank.append(block)
 
     def take(self) -> int:
@@ -166,10 +165,6 @@ class Arena:
         self.dropped = [block for block in self.dropped if block < size and block not in name.values()]
         return name
 
-    def take_raw(self, count: int) -> list[int]:
-        """The next blocks, which get a raw reference."""
-        return self.add_raw([self.take() for _ in range(count)])
-
     def add_raw(self, blocks: list[int]) -> list[int]:
         """A raw reference of each is added."""
         for block in blocks:
@@ -205,13 +200,6 @@ class ModelBlocks:
     def arena(self, arena: int) -> ModelBlocks:
         return type(self)(self.pool.arena_of("blocks", arena))
 
-    @property
-    def references(self) -> ModelBlocks:
-        return self
-
-    def __getitem__(self, block: int) -> int:
-        return int(self.refcounts([args.integer("references", "block", block)])[0])
-
     def _named(self, call: str, ids: Any) -> list[int]:
         named, most = args.integers(call, "block id", ids), self._arena.num_blocks
         for block in named:
@@ -234,10 +222,9 @@ class ModelBlocks:
         """The same, block by block; reserved ones are skipped."""
         self._refuse_cache(call)
         named = [block for block in self._named(call, ids) if block >= self._arena.reserved]
-        twice = DoubleFree if call == "release" else ValueError
         for k, block in enumerate(named):
             if block in named[:k]:
-                raise twice(f"[{call}] block stands twice ({block})")
+                raise ValueError(f"[{call}] block stands twice ({block})")
             self._refuse(call, block, refusals)
         return named
 
@@ -250,26 +237,14 @@ class ModelBlocks:
         if self.pool.has_cache:
             raise ValueError(f"[{call}] the prefix cache looks after the content of blocks in this pool")
 
-    def alloc(self, n: int | None = None, out: Any = None) -> Any:
-        n = args.own("alloc", n)
-        if out is not None:
-            if not isinstance(out, np.ndarray) or out.dtype != np.int32:
-                raise TypeError("[alloc] out must be an int32 array")
-            if out.ndim != 1 or len(out) < (n or 1) or not out.flags.c_contiguous or not out.flags.writeable:
-                raise ValueError(f"[alloc] out must be 1-D, contiguous, writable and hold {n} ids")
-        blocks = self._alloc(n)
-        if out is not None:
-            out[: len(blocks)] = blocks
-            return out
-        return blocks[0] if n is None else np.array(blocks, np.int32)
-
     @public_call
-    def _alloc(self, n: int | None) -> list[int]:
+    def alloc(self, n: int | None = None) -> Any:
         count, one = 1 if n is None else args.count("alloc", "n", n), self._arena
         lost = len(one.evictable) if self.pool.has_cache else 0
         if count > one.available() - lost:
             one.out_of_blocks("alloc", count, lost=lost)
-        return one.take_raw(count)
+        blocks = one.add_raw([one.take() for _ in range(count)])
+        return blocks[0] if n is None else np.array(blocks, np.int32)
 
     @public_call
     def incref(self, ids: Any) -> None:
@@ -297,58 +272,15 @@ class ModelBlocks:
         return count
 
     @public_call
-    def take(self, n: int) -> tuple[list[int], int]:
-        """Blank blocks, then the oldest committed ones, which are not noted as dropped."""
-        self._refuse_cache("take")
-        count, one = args.count("take", "n", n), self._arena
-        if count > one.available():
-            one.out_of_blocks("take", count)
-        noted = len(one.dropped)
-        blocks = one.take_raw(count)
-        evicted = len(one.dropped) - noted
-        del one.dropped[noted:]
-        return blocks, evicted
-
-    @public_call
-    def take_block(self, block: int) -> None:
-        """A blank block, wherever it is on the stack."""
-        self._refuse_cache("take_block")
-        args.integer("take_block", "block", block)
-        (block,), one = self._named("take_block", block), self._arena
-        if block not in one.blank:
-            raise ValueError(f"[take_block] block is not blank ({block})")
-        one.blank.remove(block)
-        one.blank.append(block)
-        one.take_raw(1)
-
-    @public_call
-    def touch(self, ids: Any, *, blank: bool = False) -> None:
-        """One raw reference more on blocks in use and on committed ones, with `blank` on all free ones."""
-        args.boolean("touch", "blank", blank)
+    def touch(self, ids: Any) -> None:
+        """One raw reference more on blocks in use and on committed ones."""
         one = self._arena
-        empty = {block for block in one.blank + one.unused if blank and block not in one.marked}
-        known = one.references().keys() | one.marked | empty
+        known = one.references().keys() | one.marked
         unknown = ValueError, "is neither in use nor cached", lambda block: block not in known
-        blocks = self._judged_in_turn("touch", ids, unknown, self._overflowing)
-        one.add_raw(blocks)
-        one.blank = [block for block in one.blank if block not in blocks]
+        blocks = one.add_raw(self._judged_in_turn("touch", ids, unknown, self._overflowing))
         one.unused = [block for block in one.unused if block not in blocks]
         one.limbo = [(block, fence) for block, fence in one.limbo if block not in blocks]
-        one.counters["allocs"] += len(empty.intersection(blocks))
         one.note_peak()
-
-    @public_call
-    def release(self, ids: Any, *, oldest: bool = False) -> None:
-        """One raw reference less; who is named first is taken first."""
-        one = self._arena
-        blocks = self._judged_in_turn("release", ids, self._not_raw)
-        if oldest and self.pool.pending:
-            raise PlanStateError(f"[release] a step is pending ({self.pool.pending[-1].id})")
-        last_first = [block for block in blocks[::-1] if oldest or block not in one.marked]
-        one.drop_raw(last_first + [block for block in blocks if block not in last_first])
-        if oldest:
-            ended = [block for block in blocks if block in one.unused]
-            one.unused = ended + [block for block in one.unused if block not in ended]
 
     @public_call
     def mark_cached(self, ids: Any) -> None:
@@ -357,42 +289,15 @@ class ModelBlocks:
         one.marked.update(self._judged_in_turn("mark_cached", ids, self._unreferenced, known))
 
     @public_call
-    def uncache(self, ids: Any, *, keep_place: bool = False) -> None:
-        """Blocks lose their content; evictable ones stay where they are, or are blank, the first named on top."""
-        args.boolean("uncache", "keep_place", keep_place)
-        one = self._arena
-        for block in reversed(self._judged_in_turn("uncache", ids)):
-            if block in one.unused and block in one.marked:
-                one.counters["evictions"] += 1
-                if not keep_place:
-                    one.unused.remove(block)
-                    one.blank.append(block)
-            one.marked.discard(block)
-
-    @public_call
     def drain_evicted(self) -> np.ndarray:
         self._refuse_cache("drain_evicted")
         dropped, self._arena.dropped = self._arena.dropped, []
         return np.array(dropped, np.int32)
 
     @reading_call
-    def is_cached(self, ids: Any) -> np.ndarray:
-        self._refuse_cache("is_cached")
-        return np.array([block in self._arena.marked for block in self._named("is_cached", ids)], bool)
-
-    @reading_call
     def refcount(self, block: int) -> int:
         args.integer("refcount", "block id", block)
         return self._arena.refcount(self._judged("refcount", block)[0])
-
-    @reading_call
-    def refcounts(self, ids: Any) -> np.ndarray:
-        return np.array([self._arena.refcount(block) for block in self._named("refcounts", ids)], np.int32)
-
-    @reading_call
-    def free_order(self, n: int | None = None) -> np.ndarray:
-        order = self._arena.blank[::-1] + ([] if self.pool.has_cache else self._arena.unused)
-        return np.array(order if n is None else order[: args.count("free_order", "n", n)], np.int32)
 
     @reading_call
     def refcount_histogram(self) -> np.ndarray:
@@ -408,8 +313,3 @@ class ModelBlocks:
     @reading_call
     def num_free(self) -> int:
         return self._arena.available()
-
-    @property
-    @reading_call
-    def usage(self) -> float:
-        return self._arena.used() / (self._arena.num_blocks - self._arena.reserved)

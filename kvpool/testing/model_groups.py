@@ -176,8 +176,8 @@ class PoolModel:
         given = read_groups(groups)
         sizes = [group.size for group in given if group.kind in ("window", "chunk")]
         lookahead = judge("lookahead", lookahead, 0, min(sizes, default=2**63) - 1)
-        args.boolean("Pool", "in_order", in_order)
-        args.boolean("Pool", "prefix_cache", prefix_cache)
+        args.typed("Pool", "in_order", in_order, bool)
+        args.typed("Pool", "prefix_cache", prefix_cache, bool)
         judge("events", events, 0, 2**31 - 1 if prefix_cache else 0)
         judge("_hash_bits", _hash_bits, 0, 32)
         judge("seed", 0 if seed is None else seed, 0, 2**64 - 1)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.retention import Keep
 from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
 from kvpool.testing.model_blocks import Arena, ceil_div, public_call, reading_call
@@ -102,7 +103,7 @@ class ModelPrefix:
     @reading_call
     def match(self, tokens: Any, namespace: bytes = b"") -> int:
         prompt = args.tokens("match", tokens)
-        hit: int = self.pool._found(prompt, args.namespace("match", namespace))[1]
+        hit: int = self.pool._found(prompt, args.typed("match", "namespace", namespace, bytes))[1]
         return hit
 
     @public_call
@@ -110,7 +111,7 @@ class ModelPrefix:
         pool = self.pool
         until = 0 if ttl is None else pool._now + args.integer("pin", "ttl", ttl, 1, MOST_TIME)
         prompt = args.tokens("pin", tokens)
-        found = pool._judge_opening("pin", prompt, args.namespace("pin", namespace), False, False, True)
+        found = pool._judge_opening("pin", prompt, args.typed("pin", "namespace", namespace, bytes), False, False, True)
         seq: Sequence = pool._begin_at("pin", found)
         pool._directives += 1
         seq.ends = until, pool._directives
@@ -123,7 +124,7 @@ class ModelPrefix:
     @public_call
     def commit(self, handles: Any, tokens: Any, counts: Any = None, *, keep: Any = None) -> None:
         pool = self.pool
-        args.keep("commit", keep)
+        args.typed("commit", "keep", keep, Keep | None)
         names = args.handles("commit", handles)
         given = args.tokens("commit", tokens)
         if counts is None and len(given) % max(1, len(names)):
@@ -161,7 +162,7 @@ class ModelPrefix:
 
     @public_call
     def limit_kept(self, namespace: bytes, blocks: int | None) -> None:
-        args.namespace("limit_kept", namespace)
+        args.typed("limit_kept", "namespace", namespace, bytes)
         limit = None if blocks is None else args.integer("limit_kept", "blocks", blocks, 0, 2**30)
         self.pool._limits.pop(namespace, None)
         if limit is not None:
@@ -189,8 +190,7 @@ class ModelPrefix:
 
     @public_call
     def flush(self, namespace: bytes | None = None) -> int:
-        if namespace is not None:
-            args.namespace("flush", namespace)
+        args.typed("flush", "namespace", namespace, bytes | None)
         count: int = self.pool._flush(namespace)
         return count
 

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from kvpool.store import BlockLayout, Blocks, BlockStore, Layout, leading
-from kvpool.testing.filled import NotApplicable, collector, refused, run_cases
+from kvpool.testing.filled import collector, need, refused, run_cases
 
 Factory = Callable[[Layout, str], BlockStore]
 Case = Callable[[Factory, str, bool], None]
@@ -269,8 +269,7 @@ def a_random_program_has_no_wrong_hit(factory: Factory, place: str, shared: bool
 @_case
 def another_sees_what_was_stored(factory: Factory, place: str, shared: bool) -> None:
     """Two stores at one place, both write; then both are closed, and a third finds everything."""
-    if not shared:
-        raise NotApplicable
+    need(shared)
     one, two = factory(LAYOUT, place), factory(LAYOUT, place)
     blocks, others = LAYOUT.blocks(prompt(12)), LAYOUT.blocks(prompt(13))
     for group in range(3):
@@ -291,8 +290,7 @@ def another_sees_what_was_stored(factory: Factory, place: str, shared: bool) -> 
 @_case
 def another_layout_shares_nothing(factory: Factory, place: str, shared: bool) -> None:
     """Other weights, bits or sizes at the same place: refused with `ValueError`, or a miss."""
-    if not shared:
-        raise NotApplicable
+    need(shared)
     store = factory(LAYOUT, place)
     blocks = LAYOUT.blocks(prompt(14))[0]
     stores(store, blocks)

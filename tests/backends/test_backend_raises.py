@@ -89,7 +89,7 @@ def run_engine(fail_at, is_late=False, seed=5, turns=14):
     """Return (keys and values of all rows of all steps, rollbacks, calls of the backend)."""
     Failing.begin(fail_at, is_late)
     engine = Watched(seed)
-    engine.run(turns)
+    engine.play(range(turns))
     return engine.seen, engine.rollbacks, Failing.made
 
 

@@ -68,7 +68,7 @@ def test_blocks_go_from_one_group_to_the_other_and_answers_stay_right(factory):
         return is_done
 
     run.step = watched
-    run.run(60)
+    run.play(range(60))
     assert len(seen[0] & seen[1]) > 20, "hardly any block was in both groups"
 
 

@@ -111,7 +111,7 @@ class RaisesInNumFree(InNumpy):
 class RefusesOddSizes(InNumpy):
     def __init__(self, num_blocks, block_size):
         if block_size % 2:
-            raise TypeError(f"block_size {block_size} is odd")
+            raise TypeError(f"block_size {block_size} is odd:\nnone of ours")
         super().__init__(num_blocks, block_size)
 
 
@@ -175,6 +175,7 @@ def test_exception_of_an_allocator_is_a_finding(capsys, factory, what):
     facts = json.loads(capsys.readouterr().out)
     assert facts["kind"] == "exception" and what in facts["finding"]
     assert facts["script"].count("checked.") <= 2, facts["script"]
+    compile(facts["script"], "", "exec")
     assert main([*facts["again"].partition("  # ")[0].split()[1:], "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["script"] == facts["script"]
 

@@ -150,12 +150,12 @@ class Busy(ModelPool):
 
 
 class BusyBlocks(ModelBlocks):
-    def alloc(self, n=None, out=None):
+    def alloc(self, n=None):
         """Keep others out while the argument is read."""
         self.pool.is_busy = True
         n = operator.index(n)
         self.pool.is_busy = False
-        return super().alloc(n, out)
+        return super().alloc(n)
 
 
 def test_pool_that_refuses_a_call_inside_of_another_is_detected():

@@ -329,7 +329,7 @@ class Runner:
         self.expected = {name: expected_of(self.model, request) for name, request in self.requests.items()}
         self.cancelled: set[int] = set()
         self.refused: set[int] = set()
-        self.steps = self.idle = self.since_token = 0
+        self.steps = 0
         self.log: list[tuple[Any, ...]] = []  # what the steps were, for comparisons of two runs
 
     def _requests(self) -> list[Request]:

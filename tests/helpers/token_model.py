@@ -56,17 +56,10 @@ def why_finished(tokens: Sequence[int], max_tokens: int, eos: Sequence[int], sto
 
 
 class TokenModel:
-    """The function from tokens to a distribution over a small vocabulary.
+    """The function from tokens to a distribution over a small vocabulary; another seed is another model.
 
-    Parameters
-    ----------
-    vocabulary : int
-        Tokens are ``0 .. vocabulary - 1`` (prompts may hold larger ones).
-    seed : int
-        Another seed is another model.
-    quantum : float
-        Logprobs are multiples of it, a power of two: sums in float32 are exact while they stay below
-        ``2**24 * quantum``, so that scores compare equal however they were added up. A coarse one makes ties.
+    Logprobs are multiples of `quantum`, a power of two: sums in float32 are exact while they stay below
+    ``2**24 * quantum``, so that scores compare equal however they were added up. A coarse one makes ties.
     """
 
     def __init__(self, vocabulary: int = 64, seed: int = 0, quantum: float = 2.0**-16) -> None:
@@ -213,12 +206,6 @@ class TokenMemory:
     """A `TokenModel` over the slots of a pool, driven by plans alone: by group 0, where a pool has several.
 
     The plan needs the formats block_tables, seq_lens, slot_mapping and cu_q_lens.
-
-    Parameters
-    ----------
-    model : TokenModel
-    num_blocks, block_size : int
-        Of the pool.
     """
 
     def __init__(self, model: TokenModel, num_blocks: int, block_size: int) -> None:
@@ -251,26 +238,10 @@ class TokenMemory:
             plane[np.asarray(plan.slot_mapping[: plan.num_tokens], np.int64)[::2]] = value
 
     def forward(self, tokens: Any, plan: Any, salts: Any = 0) -> np.ndarray:
-        """Copies, then writes, then reads, as a backend does with a plan.
+        """Copies, then writes, then reads, as a backend does with a plan: states uint64 ``[T]`` after each new token.
 
-        Parameters
-        ----------
-        tokens : int ``[T]``
-            Inputs in row order.
-        plan
-            Its first `num_rows` rows and `num_tokens` tokens count, padding is ignored.
-        salts : int or uint64 ``[S]``
-            Per row, `salt_of` its namespace; used by rows that begin at position 0.
-
-        Returns
-        -------
-        states : uint64 ``[T]``
-            After each new token; `TokenModel.logprobs` and its friends take them.
-
-        Raises
-        ------
-        AssertionError
-            The arrays contradict each other, or a slot of a context does not hold what was written for its position.
+        `tokens` are inputs in row order, `salts` the `salt_of` each row's namespace. AssertionError: the arrays
+        contradict each other, or a slot of a context does not hold what was written for its position.
         """
         plan, tokens = first_group(plan), np.asarray(tokens, np.int64)
         slots = np.asarray(plan.slot_mapping[: plan.num_tokens], np.int64)

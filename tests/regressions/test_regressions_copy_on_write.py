@@ -1,40 +1,6 @@
 """Family D: copy on write, forks, aliases. See README.md."""
 
 
-def test_d1_fork_of_forks_keeps_each_history(make_pool, make_plan, grow):
-    """Beams whose ids no longer shared a parent kept each other's tokens."""
-    pool = make_pool(32)
-    plan = make_plan(pool)
-    beam = pool.open()
-    grow(pool, beam, 5)
-    beams = [beam, *pool.fork(beam, 3).tolist()]
-    pool.step(plan, beams, 1)
-    pool.done(plan)
-    survivor = beams[2]
-    pool.close([b for b in beams if b != survivor])
-    beams = [survivor, *pool.fork(survivor, 3).tolist()]
-    pool.step(plan, beams, 1)
-    tails = [pool.table(b).tolist()[-1] for b in beams]
-    assert len(set(tails)) == 4 and all(pool.table(b)[0] == 1 for b in beams)
-    source = plan.copies[0, 0]
-    assert plan.copies.tolist() == [[source, tail, 2] for tail in tails[:3]] and tails[3] == source
-
-
-def test_d2_reset_leaves_no_source_behind(make_pool, make_plan, grow):
-    """Reset kept stale source blocks of beams."""
-    pool = make_pool()
-    plan = make_plan(pool)
-    parent = pool.open()
-    grow(pool, parent, 6)
-    pool.step(plan, [parent, *pool.fork(parent, 2).tolist()], 1)
-    assert len(plan.copies) == 2
-    pool.reset()
-    assert (pool.stats().used, pool.stats().blank) == (0, 15)
-    handle = pool.open()
-    pool.step(plan, [handle], 3)
-    assert plan.copies.shape == (0, 3) and pool.table(handle).tolist() == [1]
-
-
 def test_d5_arrays_that_the_pool_returned_do_not_change_under_the_caller(make_pool, grow):
     """An offset array was changed in place; the caller's reference changed with it."""
     pool = make_pool()
@@ -45,19 +11,3 @@ def test_d5_arrays_that_the_pool_returned_do_not_change_under_the_caller(make_po
     pool.blocks.free(ids)
     pool.blocks.alloc(5)
     assert table.tolist() == [1, 2] and ids.tolist() == [3, 4]
-
-
-def test_d6_tokens_behind_a_truncation_belong_to_nobody(make_pool, make_plan, grow):
-    """Trim moved the offset, the tail kept another request's tokens."""
-    pool = make_pool()
-    plan = make_plan(pool, formats=("block_tables", "positions", "slot_mapping"), table_width=3)
-    a, b = pool.open(), pool.open()
-    grow(pool, a, 10)
-    pool.step(plan, [a], 0)
-    pool.done(plan)
-    pool.truncate(a, 2)
-    grow(pool, b, 8)  # takes the blocks that a gave back
-    assert pool.table(b).tolist() == [2, 3]
-    pool.step(plan, [a], 1)
-    assert plan.block_tables.tolist() == [[1, 0, 0]]
-    assert plan.positions.tolist() == [2] and plan.slot_mapping.tolist() == [6]

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from prefixes import cache, serve
+from prefixes import cache
 
 from kvpool.namespaces import namespace
 
@@ -50,19 +50,6 @@ def test_i4_algebraic_neighbours_of_a_block_miss(make_pool, make_plan):
             assert pool.prefix.match([*near, 0]) == 0
     for order in itertools.permutations(block):
         assert pool.prefix.match([*order, 0]) == (4 if list(order) == block else 0)
-
-
-def test_i5_colliding_hash_is_no_proof(make_pool, make_plan):
-    """openvino.genai#3722, vllm PR54727: equal hashes were taken for equal tokens."""
-    prompts = [[i] * 4 + [i + 1] * 4 for i in range(20)]
-    for bits in (0, 1, 3):
-        pool = make_pool(64, 4, prefix_cache=True, _hash_bits=bits)
-        tables = [pool.table(serve(make_plan, pool, prompt)).tolist() for prompt in prompts]
-        for i, prompt in enumerate(prompts):
-            hits = pool.table(pool.prefix.pin(prompt)).tolist()
-            assert hits == tables[i][: len(hits)]
-            assert pool.prefix.match([i] * 4 + [i + 2] * 4 + [0]) in (0, 4)
-            assert pool.prefix.match([i + 100] * 5) == 0
 
 
 def test_i8_keys_that_leave_the_pool_have_the_salt(make_pool, make_plan):

@@ -7,25 +7,6 @@ from kvpool.config import KVSpec
 from kvpool_backends.numpy import NumpyBackend
 
 
-def test_f1_null_block_is_reserved_by_the_constructor(make_pool):
-    """Block 0 was assumed to be the null block, but another thread took it first."""
-    for reserved in (1, 2, 5):
-        pool = make_pool(12, reserved_blocks=reserved)
-        ids = pool.blocks.alloc(12 - reserved).tolist()
-        assert ids == list(range(reserved, 12))
-        pool.blocks.free(ids[::-1])
-        pool.reset()
-        assert sorted(pool.blocks.alloc(12 - reserved).tolist()) == ids
-
-
-def test_f2_null_block_is_in_no_count(make_pool):
-    """The null block was counted as evictable."""
-    pool = make_pool(12, reserved_blocks=3)
-    stats = pool.stats()
-    assert (stats.blank, stats.evictable, stats.used) == (9, 0, 0)
-    assert pool.blocks.refcount_histogram().sum() == 9
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_f4_recycled_block_is_read_as_far_as_it_is_written(make_pool, make_plan):
     """A recycled block kept the bits of its last owner, which were NaN in the new dtype."""

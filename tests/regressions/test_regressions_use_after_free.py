@@ -1,94 +1,11 @@
 """Family C: used after it was freed, evicted while in use, steps that are late. See README.md."""
 
 import pytest
-from prefixes import cache, compute, serve
+from prefixes import cache, compute
 
-from kvpool.errors import OutOfBlocks, PlanStateError, StaleHandle
+from kvpool.errors import OutOfBlocks, PlanStateError
 
 A, B, C = ([n] * 4 for n in (1, 2, 3))
-
-
-def test_c1_freed_block_waits_for_the_newest_step_in_flight(make_pool, make_plan):
-    """Blocks were freed on the output of step N while step N + 1, already dispatched, still wrote them."""
-    for is_closed_first in (False, True):
-        pool = make_pool()
-        steps = [make_plan(pool), make_plan(pool)]
-        handle = pool.open()
-        for plan in steps:
-            pool.step(plan, [handle], 4)
-        if is_closed_first:
-            pool.close(handle)
-        pool.done(steps[0])
-        if not is_closed_first:
-            pool.close(handle)  # finished by what step N produced
-        assert pool.stats().limbo == 2 and pool.blocks.evict(16) == 0
-        assert not {1, 2} & set(pool.blocks.alloc(13).tolist())
-        pool.done(steps[1])
-        assert {1, 2} == set(pool.blocks.alloc(2).tolist())
-
-
-def test_c2_tokens_in_flight_are_not_settled(make_pool, make_plan, refused):
-    """A window was pruned by the length that steps in flight would reach: a block too many was given away."""
-    pool = make_pool(prefix_cache=True)
-    first, second = make_plan(pool), make_plan(pool)
-    handle = pool.open()
-    pool.step(first, [handle], 3)
-    pool.step(second, [handle], 1)
-    pool.done(first)
-    with refused(pool, ValueError, "commit", 3):
-        pool.prefix.commit(handle, A)
-    pool.done(second)
-    pool.prefix.commit(handle, A)
-    assert pool.prefix.match(A + B) == 4
-
-
-def test_c2_nothing_leaves_a_row_in_flight(make_pool, make_plan, refused):
-    """The same where a window makes blocks leave: the block before it is given away when the last step is through."""
-    pool = make_pool()
-    first, second = make_plan(pool), make_plan(pool)
-    handle = pool.open()
-    pool.step(first, [handle], 8)
-    pool.step(second, [handle], 1)  # a window of 5 tokens needs the first block no more, if this step counts
-    pool.done(first)
-    with refused(pool, PlanStateError, "evict_blocks", plans=[second]):
-        pool.evict_blocks(handle, [0])
-    with refused(pool, PlanStateError, "compact", plans=[second]):
-        pool.compact(handle, 5)
-    pool.rollback(second)
-    assert pool.table(handle).tolist() == [1, 2] and pool.kv_len(handle) == 8
-    pool.step(second, [handle], 1)
-    pool.done(second)
-    pool.evict_blocks(handle, [0])
-    assert pool.table(handle)[0] == 2 and pool.kv_len(handle) == 5 and pool.num_tokens(handle) == 9
-
-
-def test_c3_preempted_sequence_frees_nothing_in_flight(make_pool, make_plan, refused):
-    """Preemption returned blocks with a step in flight."""
-    pool = make_pool()
-    plan = make_plan(pool)
-    handle = pool.open()
-    pool.step(plan, [handle], 8)
-    with refused(pool, PlanStateError, "truncate"):
-        pool.truncate(handle, 0)
-    pool.done(plan)
-    pool.truncate(handle, 0)
-    assert pool.stats().blank == 15
-
-
-def test_c4_slots_of_a_dead_row_have_no_new_owner_until_its_step_is_done(make_pool, make_plan):
-    """Rows of finished requests went on writing blocks that had new owners: more than half of the answers were cut."""
-    pool = make_pool(4)  # three blocks
-    late, plan, newest = (make_plan(pool) for _ in range(3))
-    dead, alive = pool.open(), pool.open()
-    pool.step(late, [dead, alive], [8, 1])
-    written = set(late.slot_mapping.tolist()[:8])
-    pool.close(dead)
-    pool.step(plan, [alive], 3)
-    with pytest.raises(OutOfBlocks):
-        pool.step(newest, [alive], 1)
-    pool.done(late)
-    pool.step(newest, [alive], 1)
-    assert not written & set(plan.slot_mapping.tolist()[:3]) and set(newest.slot_mapping.tolist()[:1]) <= written
 
 
 def test_c5_row_of_a_dead_sequence_is_padded(make_pool, make_plan):
@@ -132,19 +49,6 @@ def test_c8_contents_hold_until_the_next_step_on_the_plan(make_pool, make_plan):
         pool.step(second, [], 0)  # still in flight: its buffers may not be reused
 
 
-def test_c9_retracted_request_leaves_its_committed_chunk_in_one_place(make_pool, make_plan):
-    """sglang#38319: a prefill chunk was in the tree, and its pages were freed."""
-    pool = make_pool(prefix_cache=True)
-    handle = pool.open(A + B + C)
-    compute(make_plan, pool, handle, 6)
-    pool.prefix.commit(handle, A + B[:2])
-    pool.close(handle)
-    stats = pool.stats()
-    assert (stats.evictable, stats.used, stats.blank) == (1, 0, 14)
-    assert pool.prefix.match(A + B) == 4
-    assert 1 not in pool.blocks.alloc(14).tolist()
-
-
 def test_c10_commit_takes_and_evicts_nothing(make_pool, make_plan):
     """TensorRT-LLM#17926: commit, alloc, evict: the request being committed lost its own blocks."""
     pool = make_pool(4, prefix_cache=True)
@@ -156,29 +60,6 @@ def test_c10_commit_takes_and_evicts_nothing(make_pool, make_plan):
     assert pool.table(handle).tolist() == [1, 2, 3]
 
 
-def test_c11_orphan_of_an_evicted_parent_is_never_found(make_pool, make_plan):
-    """TensorRT-LLM PR15018: orphaned blocks came back with stale content."""
-    pool = make_pool(prefix_cache=True)
-    pool.close(serve(make_plan, pool, A + B))
-    pool.blocks.evict(1)  # a child leaves before its parent, so there is no orphan
-    assert pool.prefix.match(A + B + C) == 4
-    cache(make_plan, pool, A + C)
-    assert pool.prefix.match(A + B + C) == 4
-
-
-def test_c12_chain_that_was_evicted_joins_no_other(make_pool, make_plan):
-    """Stale links joined chains that had ended."""
-    pool = make_pool(prefix_cache=True)
-    pool.close(serve(make_plan, pool, A + B))
-    cache(make_plan, pool, C)
-    assert pool.prefix.match([*C, *B, 0]) == 4
-    for turn in range(20):
-        prompt = [turn] * 4 + [turn + 1] * 4 + [turn % 2] * 4
-        cache(make_plan, pool, prompt)
-        for other in range(20):
-            assert pool.prefix.match([turn] * 4 + [turn + 1] * 4 + [other + 2] * 4 + [0]) == 8
-
-
 def test_c15_hit_that_was_evicted_in_between_is_refused(make_pool, refused):
     """A hit was evicted between lookup and use."""
     pool = make_pool(2, 4)
@@ -188,57 +69,3 @@ def test_c15_hit_that_was_evicted_in_between_is_refused(make_pool, refused):
     pool.blocks.evict(1)
     with refused(pool, ValueError, "touch", block):
         pool.blocks.touch(block)
-
-
-def test_c15_hit_cannot_be_evicted_between_lookup_and_use(make_pool, make_plan):
-    """vllm#39702, #54914: looked up, evicted by somebody else, then used."""
-    pool = make_pool(4, prefix_cache=True)
-    cache(make_plan, pool, A)
-    handle = pool.open(A + B)
-    assert pool.blocks.evict(16) == 0
-    with pytest.raises(OutOfBlocks):
-        pool.open([9] * 12)
-    assert pool.table(handle).tolist() == [1, 2] and pool.num_tokens(handle) == 4
-
-
-def test_c17_recycled_block_keeps_no_committed_bit(make_pool, make_plan):
-    """A recycled block kept its old hash, or its 'computed' bit."""
-    pool = make_pool(2, 4)
-    pool.blocks.alloc()
-    pool.blocks.mark_cached(1)
-    pool.blocks.free(1)
-    plan = make_plan(pool)
-    handle = pool.open()
-    pool.step(plan, [handle], 1)
-    assert pool.blocks.drain_evicted().tolist() == [1]
-    pool.done(plan)
-    pool.step(plan, [handle], 1)  # in place: the block is not committed any more
-    assert plan.copies.shape == (0, 3) and plan.slot_mapping.tolist() == [5]
-    pool.done(plan)
-    pool.close(handle)
-    assert pool.stats().blank == 1
-
-
-def test_c17_evicted_block_leaves_the_index_and_its_mark(make_pool, make_plan):
-    """vllm PR4761, PR5364, kvcached#362: a recycled block kept its old hash or its computed bit."""
-    pool = make_pool(3, prefix_cache=True)  # two blocks
-    for turn in range(10):
-        cache(make_plan, pool, [turn] * 4)
-        handle = pool.open()
-        compute(make_plan, pool, handle, 8)  # takes both
-        assert [pool.prefix.match([n] * 5) for n in range(turn + 1)] == [0] * (turn + 1)
-        pool.close(handle)
-        assert pool.stats().evictable == pool.prefix.stats().nodes == 0
-
-
-def test_c18_reader_that_was_slow_learns_that_its_blocks_are_gone(make_pool, grow):
-    """A read outlived its lease, and one path did not look at the lease after reading."""
-    pool = make_pool(max_seqs=1)
-    handle = pool.open()
-    grow(pool, handle, 8)
-    table = pool.table(handle)  # read what is in there, slowly; meanwhile:
-    pool.close(handle)
-    grow(pool, pool.open(), 8)
-    assert len(table) == 2 and not pool.is_open(handle)
-    with pytest.raises(StaleHandle):
-        pool.table(handle)

@@ -4,7 +4,6 @@
 
     python -m tests.verify --seconds 60
     python -m tests.verify --ops 1e8 --seed 7 --without rollback
-    python -m tests.verify --program FILE       # plays one program, as a finding saves it
     python -m tests.verify --model              # beside the plain model: ids, order, counts, refusals, too
     python -m tests.verify --canaries           # planted faults, each of which has to be found
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from pathlib import Path
 
 import kvpool
 from kvpool.cli.console import CommandError
@@ -41,8 +39,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seed", help="of the first run; with --ops 1 that run alone (default: random)")
     parser.add_argument("--without", action="append", default=[], metavar="WORD", help="leave a word out of all runs")
     parser.add_argument("--model", action="store_true", help="make each call on the plain model, too, and compare all")
-    parser.add_argument("--program", metavar="FILE", help="play the program of a file")
-    parser.add_argument("--save", metavar="FILE", help="write the program of a finding to a file")
     parser.add_argument("--canaries", nargs="*", metavar="NAME", help="find planted faults, all or those named")
     return parser
 
@@ -59,8 +55,6 @@ def left_out(words: list[str]) -> tuple[str, ...]:
 
 def fuzz(args: argparse.Namespace) -> int:
     """Search; 0 without a finding."""
-    if args.save and not Path(args.save).absolute().parent.is_dir():
-        raise CommandError(f"--save {args.save}: there is no such folder")
     without = left_out(args.without)
     seed = random.SystemRandom().getrandbits(31) if args.seed is None else seed_of(args.seed)
     limit = limits(args, {"seconds": SECONDS, "calls": None})
@@ -82,21 +76,7 @@ def fuzz(args: argparse.Namespace) -> int:
         print("The run fails, but not by the methods of Python with a check after every word.")
         return 1
     print(run.as_test(report.seed, without, shrunk, args.model))
-    if args.save:
-        Path(args.save).write_text(run.save(report.seed, without, shrunk.words))
     return 1
-
-
-def play(name: str, by_model: bool) -> int:
-    """Play the program of a file."""
-    try:
-        seed, without, words = run.load(Path(name).read_text())
-    except (OSError, ValueError) as error:
-        raise CommandError(f"--program {name}: {error}") from None
-    finding, calls = run.play(shape_of(seed, without), words, Twin if by_model else kvpool.Pool)
-    print("\n".join(calls))
-    print(f"FINDING: {finding}" if finding else "no finding")
-    return 1 if finding else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -107,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             from tests.verify.canaries import show
 
             return show(args.canaries, args.model)
-        return fuzz(args) if args.program is None else play(args.program, args.model)
+        return fuzz(args)
     except CommandError as error:
         print(f"python -m tests.verify: {error}", file=sys.stderr)
         return 2

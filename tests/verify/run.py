@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -119,28 +118,3 @@ def as_test(seed: int, without: tuple[str, ...], shrunk: Shrunk, by_model: bool 
         f"def test_verify_{seed}():\n    # {shrunk.finding}\n{calls}    words = [\n{words}    ]\n"
         f"    assert play(shape_of({seed}{left_out}), words{', Twin' if by_model else ''})[0] is None\n"
     )
-
-
-def save(seed: int, without: tuple[str, ...], words: list[Word]) -> str:
-    """A program as text, for a file."""
-    return json.dumps({"seed": seed, "without": without, "words": words})
-
-
-def load(text: str) -> tuple[int, tuple[str, ...], list[Word]]:
-    """A program of a file; ValueError says what is wrong with it."""
-    try:
-        given = json.loads(text)
-        seed, without, words = given["seed"], given["without"], given["words"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"must be JSON, an object with seed, without and words: {error!r}") from None
-    if type(seed) is not int or seed < 0:
-        raise ValueError(f"has the seed {seed!r}, which must be a whole number from 0 on")
-    if not isinstance(without, list) or not set(map(str, without)) <= set(WORDS):
-        raise ValueError(f"leaves out {without!r}, which are no words")
-    if not isinstance(words, list):
-        raise ValueError("has words that are no list")
-    for word in words:
-        numbers = isinstance(word, list) and len(word) == 4 and all(type(n) is int and 0 <= n < 1 << 32 for n in word)
-        if not numbers or word[0] >= len(WORDS):
-            raise ValueError(f"has the word {word!r}: four numbers of 32 bits are one, the first below {len(WORDS)}")
-    return seed, tuple(without), [tuple(word) for word in words]

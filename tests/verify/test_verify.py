@@ -49,11 +49,10 @@ def test_planted_fault_is_found_shrunk_and_repeated():
     shrunk = run.shrink(shape_of(report.seed), report.place, SlotsLost)
     assert shrunk is not None and shrunk.finding.startswith("content")
     assert len(shrunk.words) <= 10, shrunk.words
-    seed, without, words = run.load(run.save(report.seed, (), shrunk.words))
-    assert run.play(shape_of(seed, without), words, SlotsLost)[0] == shrunk.finding
+    assert run.play(shape_of(report.seed), shrunk.words, SlotsLost)[0] == shrunk.finding
     names: dict[str, object] = {}
-    exec(run.as_test(seed, without, shrunk), names)
-    names[f"test_verify_{seed}"]()  # the core does not have the fault
+    exec(run.as_test(report.seed, (), shrunk), names)
+    names[f"test_verify_{report.seed}"]()  # the core does not have the fault
 
 
 def test_canaries_are_in_the_text_of_the_core():
@@ -75,29 +74,9 @@ def test_words_left_out_are_not_said():
         ["--seed", "1.5"],
         ["--ops", "none"],
         ["--seconds", "0"],
-        ["--program", "no such file"],
         ["--canaries", "no such fault"],
     ],
 )
 def test_option_wrong_is_refused_with_its_name(options, capsys):
     status, said = main(options), capsys.readouterr().err
     assert status == 2 and options[0] in said and options[1] in said, said
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("{", "JSON"),
-        ("[]", "object"),
-        ('{"seed": -1, "without": [], "words": []}', "seed"),
-        ('{"seed": true, "without": [], "words": []}', "seed"),
-        ('{"seed": 1, "without": ["dance"], "words": []}', "dance"),
-        ('{"seed": 1, "without": [], "words": 3}', "list"),
-        ('{"seed": 1, "without": [], "words": [[99, 0, 0, 0]]}', "99"),
-        ('{"seed": 1, "without": [], "words": [[0, 0, 0]]}', "four"),
-        ('{"seed": 1, "without": [], "words": [[0, 0, 0, 4294967296]]}', "32 bits"),
-    ],
-)
-def test_program_wrong_is_refused_with_what_is_wrong(text, wrong):
-    with pytest.raises(ValueError, match=wrong):
-        run.load(text)
