@@ -161,7 +161,6 @@ cdef int judge_number(int64_t value, int64_t low, int64_t high, str call, str na
 
 
 cdef int judge_keep(const kvpool_keep* keep, Directive* told, str call) except -1:
-    """What a directive says, NULL: nothing."""
     told.priority, told.ttl, told.tokens = 0, 0, INT64_MAX
     if keep == NULL:
         return 0
@@ -175,7 +174,6 @@ cdef int judge_keep(const kvpool_keep* keep, Directive* told, str call) except -
 
 
 cdef int judge(Argument* a, Spare* spare, str call) except -1:
-    """Refuse what no call takes; copy an array."""
     cdef str name = <str>a.name
     ints_init(&a.ints, spare)
     if a.kind == HANDLES:

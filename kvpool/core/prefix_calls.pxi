@@ -329,7 +329,6 @@ cdef int read_prompt(Ints* prompt, object tokens, object namespace, bint reserve
 
 
 cdef int judge_flags(object reserve, object load, str call) except -1:
-    """How a prompt is to be opened."""
     if not isinstance(reserve, bool):
         raise TypeError(f"[{call}] reserve must be a bool, not {type(reserve).__name__} ({reserve!r})")
     if not isinstance(load, bool):
@@ -340,7 +339,6 @@ cdef int judge_flags(object reserve, object load, str call) except -1:
 
 
 cdef int read_keep(Directive* d, object keep, str call) except -1:
-    """What a `Keep` says, None: nothing."""
     d.priority, d.ttl, d.tokens = 0, 0, INT64_MAX
     if keep is None:
         return 0

@@ -237,7 +237,6 @@ cdef inline int32_t* checkpoint_bundle(const Tree* t, int32_t m) noexcept nogil:
 
 
 cdef inline int32_t checkpoint_rank(const Tree* t, int32_t m) noexcept nogil:
-    """The priority of a checkpoint is that of its node."""
     return t.node[t.checkpoint[m].node].rank if t.checkpoint[m].node != NO_NODE else 0
 
 

@@ -105,7 +105,6 @@ cdef object out_of_blocks(str call, const Verdict* v):
 
 
 cdef int refuse(str call, const Verdict* v) except -1:
-    """Raise what a call was refused for."""
     if v.reason == OUT_OF_BLOCKS:
         raise out_of_blocks(call, v)
     kind, text = TEXTS[v.reason]

@@ -279,7 +279,6 @@ cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t
 # ---- pass 1: check -----------------------------------------------------------------------------------------
 
 cdef inline bint has_slot(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
-    """Whether every state group has a slot for one row more."""
     cdef int32_t k
     for k in range(gs.num_groups):
         if gs.group[k].kind == STATE_LAYERS and needed[gs.group[k].arena] >= available[gs.group[k].arena]:
@@ -288,7 +287,6 @@ cdef inline bint has_slot(const Groups* gs, const int64_t* needed, const int64_t
 
 
 cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot, int64_t* needed) noexcept nogil:
-    """Each state of a row goes to another slot."""
     cdef LayerGroup* g
     cdef StepPart* part
     cdef Change* change
@@ -442,7 +440,6 @@ cdef void skip_row(Groups* gs, Step* p, int64_t* needed) noexcept nogil:
 
 
 cdef inline void begin_check(Groups* gs, Step* p, int32_t rows) noexcept nogil:
-    """Nothing is known yet of what a step does."""
     cdef StepPart* part
     cdef int32_t k
     for k in range(gs.num_groups):
@@ -624,7 +621,6 @@ cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p)
 
 cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handles, int32_t first,
                        int32_t end) noexcept nogil:
-    """One token into the tail of each row of a group."""
     cdef const uint64_t* seen = part.wire.seen
     cdef int32_t i
     cdef Tail* t
@@ -637,7 +633,6 @@ cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handles, in
 
 
 cdef void commit_simple(Groups* gs, Step* p, int32_t first, int32_t end) noexcept nogil:
-    """One token more for each row, in all groups."""
     cdef Seqs* s = gs.seqs
     cdef uint64_t digest = gs.arena[0].digest
     cdef int32_t i, k
@@ -687,7 +682,6 @@ cdef void commit_event(Groups* gs, Step* p, const Event* event) noexcept nogil:
 
 
 cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance) noexcept nogil:
-    """Carry out a batch that step_check accepted."""
     cdef Seqs* s = gs.seqs
     cdef Blocks* b = gs.arena[0]
     cdef const Event* event
@@ -884,7 +878,6 @@ cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* hand
 
 
 cdef void undo_steady(Groups* gs, const Step* p, const int64_t* handle, Py_ssize_t n) noexcept nogil:
-    """Take back what was done to n rows."""
     cdef Py_ssize_t i
     cdef int32_t slot
     for i in range(n):
@@ -1011,7 +1004,6 @@ cdef void set_fences(Groups* gs, const Pending* pending) noexcept nogil:
 
 
 cdef void pending_add(Pending* pending, Step* p) noexcept nogil:
-    """A step is the newest pending one."""
     set_flag(&p.pending, True)
     p.older = pending.newest
     p.newer = NULL
@@ -1024,7 +1016,6 @@ cdef void pending_add(Pending* pending, Step* p) noexcept nogil:
 
 
 cdef void pending_remove(Pending* pending, Step* p) noexcept nogil:
-    """A step is pending no more."""
     set_flag(&p.pending, False)
     if p.older != NULL:
         p.older.newer = p.newer
