@@ -1,6 +1,4 @@
-"""What `check` recomputes of sequences, groups and steps, and what a fingerprint is made of. The invariants stand
-beside the structs, in sequence.pxd and groups.pxd.
-"""
+"""What `check` recomputes of sequences, groups and steps, and what a fingerprint is made of."""
 
 
 cdef uint64_t log_fingerprint(const Log* log, uint64_t h) noexcept nogil:

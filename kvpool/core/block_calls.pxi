@@ -157,10 +157,7 @@ cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids,
 
 
 cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint option, Verdict* v) noexcept nogil:
-    """Judge a call with a batch of blocks, then make it. `option`: what else it was asked for.
-
-    Each has a loop of its own, in which nothing asks for the op.
-    """
+    """Judge a call with a batch of blocks, then make it, each in a loop of its own that does not ask for the op."""
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int32_t[SMALL] few
     cdef int32_t* ids = few

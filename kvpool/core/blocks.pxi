@@ -1,7 +1,4 @@
-"""Blocks of one arena. C functions on a `Blocks` struct, which cannot fail: callers check first.
-
-The structs, and why they are so, are in blocks.pxd.
-"""
+"""Blocks of one arena. C functions on a `Blocks` struct, which cannot fail: callers check first."""
 
 
 cdef inline int64_t whole_blocks(const Blocks* b, int64_t tokens) noexcept nogil:

@@ -361,11 +361,7 @@ cdef void checkpoint_load(Groups* gs, int32_t slot, int64_t length) noexcept nog
 
 
 cdef void groups_loaded(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
-    """The bytes of a row are there, 0: they will not come.
-
-    It begins empty if nothing has come and its hits need checkpoints, or if it was flushed: what it has is of other
-    weights.
-    """
+    """The bytes of a row are there, 0: they will not come. One that was flushed has those of other weights."""
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef SeqPrefix* prefix = &s.prefix[slot]

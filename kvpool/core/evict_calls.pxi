@@ -1,8 +1,4 @@
-"""Tokens leave a sequence that goes on: compaction, whole blocks, and blocks of its own before.
-
-After an eviction a sequence has several lengths. `num_tokens` counts all it ever had and gives positions; the `kv_len`
-of a layer group counts those that still have a slot there, and gives the lengths and slots of plans.
-"""
+"""Tokens leave a sequence that goes on: compaction, whole blocks, and blocks of its own before."""
 
 
 cdef int judge_full(const State* pool, int64_t group, Verdict* v) noexcept nogil:

@@ -1,8 +1,4 @@
-"""Layer groups: the tables of sequences, over arenas of blocks. groups.pxd says what they are, and
-why.
-
-C functions on a `Groups` struct. They cannot fail where they change anything: callers judge first.
-"""
+"""Layer groups: C functions on a `Groups` struct, which cannot fail where they change anything: callers judge first."""
 
 
 cdef inline int64_t blocks_for(const Groups* gs, int64_t tokens) noexcept nogil:

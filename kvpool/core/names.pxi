@@ -1,7 +1,4 @@
-"""Namespaces of the prefix cache: bytes, below which a tree of nodes stands. C functions on a `Names` struct.
-
-A namespace is known as long as it has users: the open sequences and the nodes in it.
-"""
+"""Namespaces of the prefix cache: bytes, below which a tree of nodes stands. C functions on a `Names` struct."""
 
 ctypedef Name* Entry            # of a table
 

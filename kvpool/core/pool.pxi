@@ -1,7 +1,4 @@
-"""`Pool`: blocks, sequences and steps over layer groups, behind one call per step.
-
-A call reads its arguments, and calls C functions of the parts that `_core.pyx` includes before this one.
-"""
+"""`Pool`: blocks, sequences and steps over layer groups, behind one call per step."""
 
 cdef extern from *:
     """

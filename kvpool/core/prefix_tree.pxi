@@ -1,8 +1,4 @@
-"""The tree of the prefix cache: nodes, their entries, and what leaves first. prefix_tree.pxd says
-why.
-
-Entries of windows and chunks at a node count the checkpoints that need them.
-"""
+"""The tree of the prefix cache: nodes, their entries, and what leaves first."""
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
@@ -954,11 +950,9 @@ cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept no
 
 
 cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept nogil:
-    """Whether an invariant of the tree does not hold; the first one, in words. O(nodes + blocks + windows).
+    """The first invariant of the tree that does not hold, in words. O(nodes + blocks + windows).
 
-    A window that keeps its first tokens needs them for every checkpoint: then it is O(checkpoints * depth).
-
-    `seen` has a number for each node, each checkpoint and each block, all zero.
+    With a window that keeps its first tokens, O(checkpoints * depth). `seen`: a zero for each node, checkpoint, block.
     """
     cdef const Tree* t = gs.tree
     cdef int32_t n, k, slot

@@ -87,11 +87,7 @@ cdef bint evict_aside(Groups* gs, int32_t rank, bint has_units, bint has_checkpo
 
 
 cdef bint evict_beside_kept(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
-    """`evict_next` where no unit is cold and there may be directives.
-
-    What is kept is set aside when it is its turn, each once per use, and leaves when nothing else is left: the lowest
-    priority first.
-    """
+    """`evict_next` where no unit is cold: what is kept is set aside, and leaves when nothing else is left."""
     cdef Tree* t = gs.tree
     cdef int32_t m, n, rank
     if evict_aside(gs, 0, has_units, has_checkpoints):

@@ -1,8 +1,4 @@
-"""Sequences: handles and lengths. C functions on a `Seqs` struct, which cannot fail: callers check
-first.
-
-The structs, and why they are so, are in sequence.pxd.
-"""
+"""Sequences: handles and lengths. C functions on a `Seqs` struct, which cannot fail: callers check first."""
 
 cdef int64_t GENERATIONS = <int64_t>1 << 32
 

@@ -19,9 +19,9 @@ Why it is so:
   undoes the log, and the commit cannot fail.
 - The log of the check is the log of the rollback. It has the ids that were replaced alone: appended
   ones stand in `Change.appended`, and what a window lets go of, when a step passes, is in neither.
-  `old_floor` undoes a check, which ends in reverse
-  order at once. A step ends when others are pending, and the maximum of several copies cannot be
-  undone from one of them: `clear_floors` and `raise_floors` recompute those that its log touched.
+  `old_floor` undoes a check, which ends in reverse order at once. A step ends when others are
+  pending, and the maximum of several copies cannot be undone from one of them: `clear_floors` and
+  `raise_floors` recompute those that its log touched.
 - A step is done in order. Blocks wait in limbo for the newest step, so an older one that is still
   out must hold them back; a `done` that comes early is noted until its turn.
 - Only the newest step can be rolled back, since later ones build on its tables, and none of which a
@@ -29,11 +29,6 @@ Why it is so:
 - A steady row that takes no block has neither event nor change, so what a step keeps for its undo
   is a handle and a number per row.
 - `give_up_copy`: a block in use whose fill was rolled back must not look as if it waited for one.
-
-`step_check` validates, counts the blocks that are needed and notes which entries must be replaced,
-in all groups; `step_undo_check` takes that back. `step_commit` takes the blocks and moves the
-lengths; in a steady batch `take_begun` takes them. `step_pass` and `step_rollback` end a step.
-`pool_step` (step_calls.pxi) calls all of these.
 
 The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not
 committed, and nothing that a pending copy reads from it would be overwritten. Holds of pending
@@ -134,11 +129,7 @@ cdef inline int32_t note_copies(Log* log, Blocks* b, int32_t row, const int32_t*
 
 cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* ids, int64_t step_id, int32_t* copies,
                                 int32_t num_copies, uint64_t* digest) noexcept nogil:
-    """Take the blocks that replace n ids of a row; returns how many copies there are now.
-
-    A replacement holds older tokens, and its copy is made when the pending step runs. Its fence is that step, so that
-    nobody reads or commits it before.
-    """
+    """Take the blocks that replace n ids of a row, fenced until they are copied; returns how many copies there are."""
     cdef int32_t k
     for k in range(n):
         entry[k].new = blocks_take(b)
@@ -934,10 +925,7 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
 
 
 cdef void take_begun(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
-    """Take the blocks that rows have begun in a group, in their order, and put their tokens there.
-
-    With the first group the rows get their room in all.
-    """
+    """Take the blocks that rows have begun in a group, in their order, and put their tokens there."""
     cdef uint64_t digest = gs.arena[0].digest
     cdef bint leads = g == &gs.group[0], by_one = grows_by_one(gs, g)
     cdef int64_t held, index
