@@ -25,7 +25,7 @@ Steps
 A step is the backend's own object: what `prepare` checked, or brought to a device. It may refer to the arrays of its
 plan, so it is valid until that plan is stepped again (``step``, ``reserve``, ``unshare``). After ``done`` it may still
 be read until its blocks are given to another sequence. After ``rollback`` it must not be used. Several may be in use at
-a time. docs/backends.md says more, also about arrays of frameworks.
+a time.
 """
 
 from __future__ import annotations
@@ -109,17 +109,12 @@ class StepArrays:
 
     @staticmethod
     def of_group(plan: Plan, group: int, column: int = 0) -> StepArrays:
-        """One column of a layer group of a plan, with the hole cut out.
+        """One column of a layer group of a plan with the format ``cu_q_lens``, the hole cut out.
 
         The table has the blocks that a window keeps of the beginning of the sequence, and then those from the row's
         position ``kv_starts`` on; ``seq_lens`` counts their tokens. Attention is relative, so causality and windows
         without kept tokens are as before. The copies of the group are not in it: ``plan.groups[group].copies`` has
         those of all its columns.
-
-        Parameters
-        ----------
-        plan
-            Of a pool that was made with `groups`, with the format ``cu_q_lens``.
         """
         arrays, own = plan.groups[group], plan.pool.options.groups[group]
         block_size = own.block_size or plan.pool.block_size
