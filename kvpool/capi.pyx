@@ -55,11 +55,8 @@ cdef const char* UNNAMED = b""  # the namespace of no bytes
 # -- failures
 
 cdef int failed(object error) noexcept:
-    """Keep an exception for this thread; return its status.
-
-    Without memory an exception may have no traceback. A `return` from an `except` of Cython would need one: there is
-    none in this module.
-    """
+    """Keep an exception for this thread; return its status."""
+    # Without memory an exception has no traceback, which a `return` from an `except` of Cython would need: none is here
     cdef PyObject* kept = PyThreadState_GetDict()
     cdef int found = KVPOOL_OTHER
     try:

@@ -266,10 +266,7 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
 
 cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, int32_t room, char*
                        finding) noexcept nogil:
-    """Whether an invariant of the groups does not hold; the first one, in words.
-
-    `seen` has twice `room` numbers, for the blocks of the largest arena and for the nodes of a tree, all zero.
-    """
+    """The first invariant of the groups that does not hold, in words. `seen`: twice `room` zeros, for blocks, nodes."""
     cdef int32_t k
     if seqs_check(gs, finding):
         return True

@@ -391,10 +391,7 @@ cdef inline bint is_empty(const Block* block) noexcept nogil:
 
 
 cdef void blocks_take_empty(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    """Those of n blocks that are free and hold nothing are in use from now on; the caller refers to them at once.
-
-    O(n, and the blank blocks that would have been taken before the last of them).
-    """
+    """Use those of n blocks that are empty; the caller refers to them at once. O(n + blank ones taken before them)."""
     cdef int32_t k, i, at, to, found = 0, blank = 0
     for k in range(n):
         i = ids[k]

@@ -557,10 +557,8 @@ cdef class Pool:
 
         Raises
         ------
-        StaleHandle, ForeignHandle
-            A handle is not open in this pool. State unchanged.
-        ValueError
-            Duplicate handles. State unchanged.
+        StaleHandle, ForeignHandle, ValueError
+            A handle is not open in this pool; duplicates. State unchanged.
         """
         cdef Ints batch
         cdef Verdict v

@@ -173,10 +173,7 @@ cdef inline void drop_replaced(const Replaced* entry, int32_t n, Blocks* b) noex
 
 
 cdef void log_release(const Log* log, Blocks* b) noexcept nogil:
-    """The copies of a step were made: let go of their sources, in the order they were taken.
-
-    A block that other pending plans hold too keeps a floor; the caller recomputes it from their logs.
-    """
+    """The copies of a step were made: let go of their sources, in the order they were taken."""
     cdef int32_t k
     cdef Block* block
     for k in range(log.size):
@@ -1047,10 +1044,7 @@ cdef void make_holes(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil
 
 
 cdef void let_go(Groups* gs, LayerGroup* g, const Step* p) noexcept nogil:
-    """Let go of what no later query of the rows of a step reads in a window or chunk.
-
-    A row with one token more lets go at the end of a period only: it is looked at then, unless it may be late.
-    """
+    """Let go of what no later query of the rows of a step reads in a window or chunk."""
     cdef int64_t first = g.phase, mask = 0 if gs.seqs.num_late else g.period - 1
     cdef int32_t i, at = 0, looked = p.event[0].row if p.num_events else -1
     for i in range(p.num_rows):
