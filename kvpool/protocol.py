@@ -56,25 +56,17 @@ class StepArrays:
     """The arrays of a plan that a backend reads: for tests, and for engines that keep their own tables.
 
     `kvpool.Plan` has the same attributes, for the formats that it was made with. Nothing is checked here.
-
-    Attributes
-    ----------
-    block_tables : int ``[B, W]``
-        Block ids in logical order; entries past the context are padding.
-    seq_lens : int ``[B]``
-        Context length after the step in tokens; 0 for a padding row.
-    cu_q_lens : int ``[B + 1]``
-        Row i owns query tokens ``cu_q_lens[i] : cu_q_lens[i + 1]``.
-    slot_mapping : int ``[T]``
-        ``block_id * S + offset`` of each new token; negative: do not write.
-    copies : int ``[K, 3]``
-        Rows of (src_block, dst_block, num_tokens).
     """
 
+    #: int ``[B, W]``: block ids in logical order; entries past the context are padding
     block_tables: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    #: int ``[B]``: context length after the step in tokens; 0 for a padding row
     seq_lens: np.ndarray = field(default_factory=_nothing)
+    #: int ``[B + 1]``: row i owns query tokens ``cu_q_lens[i] : cu_q_lens[i + 1]``
     cu_q_lens: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+    #: int ``[T]``: ``block_id * S + offset`` of each new token; negative: do not write
     slot_mapping: np.ndarray = field(default_factory=_nothing)
+    #: int ``[K, 3]``: rows of (src_block, dst_block, num_tokens)
     copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)
 
     @staticmethod

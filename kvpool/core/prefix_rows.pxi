@@ -304,7 +304,7 @@ cdef int32_t token_at(const Tree* t, const Seqs* s, int32_t slot, const int32_t*
 
 
 cdef int64_t same_nodes(const Tree* t, const Seqs* s, int32_t other, int32_t slot) noexcept nogil:
-    """How many positions two rows have both committed, -1: they say different things of these; a flushed one none."""
+    """Positions that two rows have both committed, -1: they say different things of these. A flushed row says none."""
     cdef int32_t one = t.row[other].node, two = t.row[slot].node
     cdef int64_t depth = min(s.prefix[other].committed, s.prefix[slot].committed) // t.block_size
     while one != NO_NODE and t.node[one].depth > depth:
