@@ -55,11 +55,8 @@ cdef const char* UNNAMED = b""  # the namespace of no bytes
 # -- failures
 
 cdef int failed(object error) noexcept:
-    """Keep an exception for this thread; return its status.
-
-    Without memory an exception may have no traceback. A `return` from an `except` of Cython would need one: there is
-    none in this module.
-    """
+    """Keep an exception for this thread; return its status."""
+    # Without memory an exception has no traceback, which a `return` from an `except` of Cython would need: none is here
     cdef PyObject* kept = PyThreadState_GetDict()
     cdef int found = KVPOOL_OTHER
     try:
@@ -161,7 +158,6 @@ cdef int judge_number(int64_t value, int64_t low, int64_t high, str call, str na
 
 
 cdef int judge_keep(const kvpool_keep* keep, Directive* told, str call) except -1:
-    """What a directive says, NULL: nothing."""
     told.priority, told.ttl, told.tokens = 0, 0, INT64_MAX
     if keep == NULL:
         return 0
@@ -175,7 +171,6 @@ cdef int judge_keep(const kvpool_keep* keep, Directive* told, str call) except -
 
 
 cdef int judge(Argument* a, Spare* spare, str call) except -1:
-    """Refuse what no call takes; copy an array."""
     cdef str name = <str>a.name
     ints_init(&a.ints, spare)
     if a.kind == HANDLES:

@@ -2,9 +2,6 @@
 
 `blocks_for` divides memory by a `KVSpec` (kvpool.spec) and shows the calculation. `describe_plan` says what the layers
 of a model keep by its config (kvpool.model_config), and how much of it fits, as text and as data (``kvpool plan``).
-
-All sizes are Python integers (no overflow) and carry their unit in the name: ``_nbytes``, ``num_tokens``,
-``num_blocks``.
 """
 
 from __future__ import annotations
@@ -266,17 +263,9 @@ def read_text(path: str) -> str:
         return ""
 
 
-_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_UNITS = {"B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 
 
 def parse_nbytes(memory: int | str) -> int:
@@ -331,17 +320,14 @@ class _Plan:
 
     @property
     def budget_nbytes(self) -> int:
-        """Bytes for sequences."""
         return max(0, sum(nbytes for _, nbytes in self.terms))
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths of sequences that are counted."""
         return [n for n in _TYPICAL_LENGTHS if n < self.max_len] + [self.max_len]
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys or values are to be."""
         return (self.storage["k_bits"], self.storage["v_bits"]) != (None, None)
 
     @property

@@ -41,66 +41,32 @@ IDLE = "nothing has run for a while"
 
 
 class Machine(NamedTuple):
-    """What one look at the machine found; sizes are bytes.
+    """What one look at the machine found; sizes are bytes."""
 
-    Attributes
-    ----------
-    seconds : float
-        A clock that never goes back.
-    available : int
-        Memory that could be taken without others losing theirs.
-    pressure : int
-        NORMAL, WARNING or CRITICAL.
-    buffers : int
-        Freed arrays that MLX keeps: ``mx.get_cache_memory()``.
-    active : int
-        Arrays in use, weights included: ``mx.get_active_memory()``.
-    most_active : float
-        What arrays and buffers may take on the device.
-    """
-
-    seconds: float
-    available: int
-    pressure: int = NORMAL
-    buffers: int = 0
-    active: int = 0
-    most_active: float = inf
+    seconds: float  #: a clock that never goes back
+    available: int  #: memory that could be taken without others losing theirs
+    pressure: int = NORMAL  #: NORMAL, WARNING or CRITICAL
+    buffers: int = 0  #: freed arrays that MLX keeps: ``mx.get_cache_memory()``
+    active: int = 0  #: arrays in use, weights included: ``mx.get_active_memory()``
+    most_active: float = inf  #: what arrays and buffers may take on the device
 
 
 class Holder(NamedTuple):
     """A pool or a `PromptCache`; sizes are bytes.
 
-    Attributes
-    ----------
-    name : str
-    size : int
-        What it takes now; with `fills`, what it may take.
-    live : int
-        What of it running requests hold.
-    cached : int
-        What of it a prefix may be found in, and nobody holds.
-    waiting : int
-        What requests need that wait, as far as they could run at the same time.
-    least : int
-        What it needs in any case: for the longest request, for example.
-    unit : int
-        Sizes are multiples of it: the bytes of a block.
-    fills : bool
-        Whether it takes memory only as it fills, as a `PromptCache` does: it has taken live + cached. It needs more
-        when these and `waiting` exceed its size. Leave `waiting` 0 if it was not used since the last look.
-    has_run : bool
-        Whether something ran since the last look, so that it is not idle.
+    With `fills` it takes memory only as it fills, as a `PromptCache` does: it has taken live + cached. It needs more
+    when these and `waiting` exceed its size. Leave `waiting` 0 if it was not used since the last look.
     """
 
     name: str
-    size: int
-    live: int = 0
-    cached: int = 0
-    waiting: int = 0
-    least: int = 0
-    unit: int = 1
+    size: int  #: what it takes now; with `fills`, what it may take
+    live: int = 0  #: what of it running requests hold
+    cached: int = 0  #: what of it a prefix may be found in, and nobody holds
+    waiting: int = 0  #: what requests need that wait, as far as they could run at the same time
+    least: int = 0  #: what it needs in any case: for the longest request, for example
+    unit: int = 1  #: sizes are multiples of it: the bytes of a block
     fills: bool = False
-    has_run: bool = False
+    has_run: bool = False  #: something ran since the last look, so that it is not idle
 
     @property
     def promised(self) -> int:
@@ -212,10 +178,7 @@ class Governor:
         return Decision(size, HELD_DOWN if lacking and is_held_down else KEEP, sizes)
 
     def _room(self, machine: Machine) -> tuple[float, str]:
-        """Return the bytes that the caches could take more, below 0 if they have to shrink, and what limits them.
-
-        Buffers can be freed at once, so they are room.
-        """
+        """Return the bytes that the caches could take more, below 0 if they have to shrink, and what limits them."""
         if not self.yields:
             return inf, CEILING
         beside = machine.available + machine.buffers - self.reserve

@@ -3,7 +3,6 @@
 A backend holds layers of one shape over the blocks of one arena. This object makes as many as the groups need, gives
 each layer of the model its place, and shows every backend ordinary steps of one column, without holes. Groups of
 several shapes can share an arena: their backends then work on the rows of one array of bytes (layout "block").
-docs/backends.md says what is a copy and what is a view.
 """
 
 from __future__ import annotations
@@ -556,7 +555,6 @@ class GroupStorage:
     def _options(
         self, step: GroupStep, number: int, num_tokens: int, options: AttentionOptions | None
     ) -> AttentionOptions | None:
-        """The options for one group: its window or chunk, and a mask whose columns are what the rows hold."""
         group = self.groups[number]
         options = AttentionOptions() if options is None else options
         if options.window is not None and group.kind != "full":
@@ -608,7 +606,6 @@ class BlockRows:
         return room[first : first + num_blocks * block_nbytes].reshape(num_blocks, block_nbytes)
 
     def resize(self, num_blocks: int, moves: Any) -> None:
-        """Have another number of blocks; see `KVBackend.resize`."""
         size, moves = checked_resize(self.num_blocks, num_blocks, moves)
         try:
             new = self._zeros(size, self.bytes.shape[1])
@@ -640,30 +637,14 @@ class BlockRows:
 class Arena:
     """The backends of one arena: one with memory of its own if all groups have one shape, else some that share rows.
 
-    Parameters
-    ----------
-    factory : callable
-        See `GroupStorage`.
-    arena, num_blocks : int
-        Its number and its size.
-    shapes : iterable of tuple of KVSpec
-        What a column of each group holds.
-
-    Attributes
-    ----------
-    backends : dict
-        For each of the shapes its backends, one for each spec.
-    store : KVBackend or BlockRows
-        Exports, imports and zeroes whole blocks.
-    block_nbytes : int
-        Bytes of a block.
+    `shapes` has what a column of each group holds; for each of them `backends` has a backend for each spec.
     """
 
     def __init__(self, factory: Callable[..., KVBackend], arena: int, num_blocks: int, shapes: Iterable[Parts]) -> None:
         shapes = dict.fromkeys(shapes)
         self.block_nbytes = block_nbytes_of(shapes)
         self.backends: dict[Parts, tuple[KVBackend, ...]] = {}
-        self.store: KVBackend | BlockRows
+        self.store: KVBackend | BlockRows  # exports, imports and zeroes whole blocks
         if len(shapes) == 1 and all(len(parts) == 1 for parts in shapes):
             (parts,) = shapes
             self.store = factory(parts[0], num_blocks)
@@ -681,14 +662,12 @@ class Arena:
             self.backends[parts] = tuple(factory(spec, num_blocks, storage=own) for spec, own in rows)
 
     def _rows(self, parts: Parts) -> Iterator[np.ndarray]:
-        """The bytes of each spec in the blocks that share rows."""
         begin = 0
         for spec in parts:
             yield self.store.bytes[:, begin : begin + spec.block_nbytes]  # type: ignore[union-attr]
             begin += aligned_nbytes(spec)
 
     def resize(self, num_blocks: int, moves: Any) -> None:
-        """Have another number of blocks; see `KVBackend.resize`."""
         self.store.resize(num_blocks, moves)
         if isinstance(self.store, BlockRows):
             for parts, backends in self.backends.items():

@@ -122,9 +122,7 @@ class Group:
         return cls("state", slots, blocks=blocks)
 
 
-def arenas_of(groups: tuple[Group, ...] | None) -> list[int]:
-    """The arena of each group of a pool: each state group has one of its own, after those of blocks. None: ``[0]``."""
-    if groups is None:
-        return [0]
+def arenas_of(groups: tuple[Group, ...]) -> list[int]:
+    """The arena of each group of a pool: each state group has one of its own, after those of blocks."""
     states = count(1 + max(group.arena for group in groups))
     return [next(states) if group.kind == "state" else group.arena for group in groups]

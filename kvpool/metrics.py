@@ -17,21 +17,12 @@ NO_PREFIX = PrefixStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0)
 
 
 class Metric(NamedTuple):
-    """One metric with its samples.
+    """One metric with its samples."""
 
-    Attributes
-    ----------
-    name : str
-        Of a counter with its ``_total``.
-    kind : {"gauge", "counter"}
-    help : str
-    samples : tuple of (labels, value)
-    """
-
-    name: str
-    kind: str
+    name: str  #: of a counter with its ``_total``
+    kind: str  #: "gauge" or "counter"
     help: str
-    samples: tuple[tuple[Mapping[str, str], float], ...]
+    samples: tuple[tuple[Mapping[str, str], float], ...]  #: (labels, value)
 
 
 def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:

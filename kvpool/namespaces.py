@@ -16,7 +16,7 @@ def _frame(part: bytes) -> bytes:
 
 
 def _value(name: str, value: object) -> bytes:
-    """Type and value: the text "a" and the byte "a" are different."""
+    """Type, length and value: joined without them, ("org_1", "2345") and ("org_12345", "") are the same string."""
     if isinstance(value, str):
         return b"s" + _frame(value.encode("utf-8", "surrogatepass"))
     if isinstance(value, bytes):
@@ -77,11 +77,6 @@ def namespace(
         A value is neither bytes nor str, a position is not an int, or a digest is not bytes.
     ValueError
         A position is negative or comes twice.
-
-    Notes
-    -----
-    In several serving systems, keys without types or frames gave one tenant the blocks of another: joined, the pairs
-    ("org_1", "2345") and ("org_12345", "") are the same string.
 
     Examples
     --------

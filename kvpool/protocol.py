@@ -25,7 +25,7 @@ Steps
 A step is the backend's own object: what `prepare` checked, or brought to a device. It may refer to the arrays of its
 plan, so it is valid until that plan is stepped again (``step``, ``reserve``, ``unshare``). After ``done`` it may still
 be read until its blocks are given to another sequence. After ``rollback`` it must not be used. Several may be in use at
-a time. docs/backends.md says more, also about arrays of frameworks.
+a time.
 """
 
 from __future__ import annotations
@@ -56,25 +56,17 @@ class StepArrays:
     """The arrays of a plan that a backend reads: for tests, and for engines that keep their own tables.
 
     `kvpool.Plan` has the same attributes, for the formats that it was made with. Nothing is checked here.
-
-    Attributes
-    ----------
-    block_tables : int ``[B, W]``
-        Block ids in logical order; entries past the context are padding.
-    seq_lens : int ``[B]``
-        Context length after the step in tokens; 0 for a padding row.
-    cu_q_lens : int ``[B + 1]``
-        Row i owns query tokens ``cu_q_lens[i] : cu_q_lens[i + 1]``.
-    slot_mapping : int ``[T]``
-        ``block_id * S + offset`` of each new token; negative: do not write.
-    copies : int ``[K, 3]``
-        Rows of (src_block, dst_block, num_tokens).
     """
 
+    #: int ``[B, W]``: block ids in logical order; entries past the context are padding
     block_tables: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    #: int ``[B]``: context length after the step in tokens; 0 for a padding row
     seq_lens: np.ndarray = field(default_factory=_nothing)
+    #: int ``[B + 1]``: row i owns query tokens ``cu_q_lens[i] : cu_q_lens[i + 1]``
     cu_q_lens: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+    #: int ``[T]``: ``block_id * S + offset`` of each new token; negative: do not write
     slot_mapping: np.ndarray = field(default_factory=_nothing)
+    #: int ``[K, 3]``: rows of (src_block, dst_block, num_tokens)
     copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)
 
     @staticmethod
@@ -109,17 +101,12 @@ class StepArrays:
 
     @staticmethod
     def of_group(plan: Plan, group: int, column: int = 0) -> StepArrays:
-        """One column of a layer group of a plan, with the hole cut out.
+        """One column of a layer group of a plan with the format ``cu_q_lens``, the hole cut out.
 
         The table has the blocks that a window keeps of the beginning of the sequence, and then those from the row's
         position ``kv_starts`` on; ``seq_lens`` counts their tokens. Attention is relative, so causality and windows
         without kept tokens are as before. The copies of the group are not in it: ``plan.groups[group].copies`` has
         those of all its columns.
-
-        Parameters
-        ----------
-        plan
-            Of a pool that was made with `groups`, with the format ``cu_q_lens``.
         """
         arrays, own = plan.groups[group], plan.pool.options.groups[group]
         block_size = own.block_size or plan.pool.block_size

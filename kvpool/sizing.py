@@ -32,39 +32,18 @@ class StateArray:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one model that keep the same.
+    """Layers of one model that keep the same."""
 
-    Parameters
-    ----------
-    kind : {"full", "window", "chunk", "state"}
-        What they keep of a sequence.
-    layers : tuple of int
-        The layers that own the bytes, counted among those that keep anything. One with two such caches stands twice.
-    dtype : str
-        Of keys and values; the arrays of a state have their own.
-    size : int, optional
-        Tokens of a window or a chunk.
-    kept : int
-        First tokens of a sequence that a window keeps for ever; `size` counts them. No model of mlx-lm has any.
-    num_kv_heads, head_dim, v_head_dim : int
-        Keys have `head_dim` elements per head, values `v_head_dim`. Latent attention keeps one head: the latent as
-        key, the rotary part as value.
-    arrays : tuple of StateArray
-        What a layer of kind "state" keeps.
-    latent : bool
-        Whether the keys are latents and the values their rotary parts.
-    """
-
-    kind: str
-    layers: tuple[int, ...]
-    dtype: str
-    size: int | None = None
-    kept: int = 0
+    kind: str  #: what they keep of a sequence: "full", "window", "chunk" or "state"
+    layers: tuple[int, ...]  #: those that own the bytes, among those that keep anything; with two such caches twice
+    dtype: str  #: of keys and values; the arrays of a state have their own
+    size: int | None = None  #: tokens of a window or a chunk
+    kept: int = 0  #: first tokens that a window keeps for ever; `size` counts them. No model of mlx-lm has any
     num_kv_heads: int = 0
-    head_dim: int = 0
-    v_head_dim: int = 0
-    arrays: tuple[StateArray, ...] = ()
-    latent: bool = False
+    head_dim: int = 0  #: elements of a key, per head
+    v_head_dim: int = 0  #: elements of a value
+    arrays: tuple[StateArray, ...] = ()  #: what a layer of kind "state" keeps
+    latent: bool = False  #: the keys are latents and the values their rotary parts, of one head
 
     @property
     def token_nbytes(self) -> int:
@@ -128,7 +107,9 @@ def arranged(needs: Sequence[tuple[KVSpec, int]], is_shared: bool) -> list[Held]
     each shape has an arena of its own.
     """
     shapes = list(dict.fromkeys(spec for spec, _ in needs))
-    widths = _widths_in_one_arena(needs) if is_shared and len(shapes) > 1 else None
+    widths = None
+    if is_shared and len(shapes) > 1 and all(map(_fits_a_block, shapes)):
+        widths = arrays_of_one_size([(count, spec.block_nbytes) for spec, count in needs])
     if widths:
         return [Held(0, width, -(-count // width)) for width, (_, count) in zip(widths, needs, strict=True)]
     held = []
@@ -136,13 +117,6 @@ def arranged(needs: Sequence[tuple[KVSpec, int]], is_shared: bool) -> list[Held]
         width = arrays_of_an_arena([other for its, other in needs if its == spec])
         held.append(Held(shapes.index(spec), width, -(-count // width)))
     return held
-
-
-def _widths_in_one_arena(needs: Sequence[tuple[KVSpec, int]]) -> list[int] | None:
-    """Return the arrays of each group's blocks, if all groups can share an arena, else None."""
-    if not all(_fits_a_block(spec) for spec, _ in needs):
-        return None
-    return arrays_of_one_size([(count, spec.block_nbytes) for spec, count in needs])
 
 
 def _fits_a_block(spec: KVSpec) -> bool:

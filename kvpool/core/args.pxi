@@ -100,7 +100,6 @@ cdef type NDARRAY = np.ndarray
 
 
 cdef bint layout_holds():
-    """Whether arrays lie in memory as `Array` says."""
     array = np.arange(3, dtype=np.int32)
     cdef const Array* head = <const Array*>array
     return (<size_t>head.data == array.ctypes.data and head.nd == 1 and head.dimensions[0] == 3
@@ -130,7 +129,6 @@ cdef inline int64_t ints_at(const Ints* ints, Py_ssize_t i) noexcept nogil:
 # ---- memory of arguments -----------------------------------------------------------------------------------
 
 cdef void* take_memory(Spare* spare, size_t size) noexcept nogil:
-    """Memory for so many bytes, a spare one if there is one that is large enough."""
     cdef int k
     cdef char* memory
     for k in range(SPARES):
@@ -162,7 +160,6 @@ cdef void spare_free(Spare* spare) noexcept nogil:
 
 
 cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL:
-    """Where a batch of `size` integers goes."""
     cdef void* room = ints.small
     if size > SMALL:
         room = NULL
@@ -319,7 +316,6 @@ cdef inline bint ints_alone(const Ints* ints) noexcept nogil:
 
 
 cdef int ints_copy(Ints* ints, const void* data, Py_ssize_t size, int width, str call, str name) except -1:
-    """Copy an array of C's."""
     if size < 0:
         raise ValueError(f"[{call}] the number of {name} is negative ({size})")
     if size > 0 and data == NULL:

@@ -1,6 +1,4 @@
-"""What `check` recomputes of sequences, groups and steps, and what a fingerprint is made of. The invariants stand
-beside the structs, in sequence.pxd and groups.pxd.
-"""
+"""What `check` recomputes of sequences, groups and steps, and what a fingerprint is made of."""
 
 
 cdef uint64_t log_fingerprint(const Log* log, uint64_t h) noexcept nogil:
@@ -52,7 +50,6 @@ cdef bint check_fences(const Blocks* b, const Pending* pending, char* finding) n
 
 cdef void count_holds(const Log* log, const Blocks* b, int64_t id, int32_t* holds, int32_t* floors, int32_t*
                       made) noexcept nogil:
-    """Add what a pending step holds in one set of blocks."""
     cdef const Replaced* entry
     cdef int32_t k
     for k in range(log.size):
@@ -77,7 +74,6 @@ cdef bint compare_holds(const Blocks* b, const int32_t* holds, const int32_t* fl
 
 
 cdef uint64_t part_fingerprint(const StepPart* part, uint64_t h) noexcept nogil:
-    """Hash of what a pending step did in one group."""
     cdef int32_t i
     for i in range(part.num_changes):
         h = mix(mix(h, part.change[i].row),
@@ -141,7 +137,6 @@ cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, int64_t p
 
 
 cdef bint check_tail(const Groups* gs, const LayerGroup* g, int32_t slot, char* finding) noexcept nogil:
-    """Where the next token of a row goes, as its table says."""
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef const Tail* t = tail_of(g, slot)
     cdef int64_t held = held_of(g, slot, q.num_tokens), index = held // g.block_size, block, room
@@ -192,7 +187,6 @@ cdef bint check_group(const Groups* gs, const LayerGroup* g, int32_t* references
 
 
 cdef bint check_sequence(const Groups* gs, int32_t slot, char* finding) noexcept nogil:
-    """Lengths of an open sequence."""
     cdef const Seqs* s = gs.seqs
     cdef const Seq* q = &s.seq[slot]
     cdef const SeqPrefix* prefix = &s.prefix[slot] if s.prefix != NULL else NULL
@@ -214,7 +208,6 @@ cdef bint check_sequence(const Groups* gs, int32_t slot, char* finding) noexcept
 
 
 cdef bint seqs_check(const Groups* gs, char* finding) noexcept nogil:
-    """Handles, lengths and counters, which all groups share."""
     cdef const Seqs* s = gs.seqs
     cdef int64_t tokens = 0, blocks = 0
     cdef int32_t slot, num_open = 0, retired = 0, late = 0
@@ -273,10 +266,7 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
 
 cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, int32_t room, char*
                        finding) noexcept nogil:
-    """Whether an invariant of the groups does not hold; the first one, in words.
-
-    `seen` has twice `room` numbers, for the blocks of the largest arena and for the nodes of a tree, all zero.
-    """
+    """The first invariant of the groups that does not hold, in words. `seen`: twice `room` zeros, for blocks, nodes."""
     cdef int32_t k
     if seqs_check(gs, finding):
         return True

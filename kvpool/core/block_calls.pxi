@@ -14,7 +14,6 @@ cdef extern from *:
 # ---- in C, under the lock ----------------------------------------------------------------------------------
 
 cdef inline Blocks* blocks_of(State* pool, int32_t arena) noexcept nogil:
-    """The blocks of an arena of a pool that is open."""
     return pool.groups.arena[arena]
 
 
@@ -85,7 +84,6 @@ cdef int64_t count_references(const Blocks* b, int64_t* counts, int64_t size) no
 
 
 cdef int judge_range(const Blocks* b, const Ints* given, Py_ssize_t start, Verdict* v) noexcept nogil:
-    """Whether there are such blocks, from row `start` on."""
     cdef Py_ssize_t k
     for k in range(start, given.size):
         if not 0 <= ints_at(given, k) < b.num_blocks:
@@ -94,7 +92,6 @@ cdef int judge_range(const Blocks* b, const Ints* given, Py_ssize_t start, Verdi
 
 
 cdef inline int judge_block(const Block* block, int op) noexcept nogil:
-    """Why a call refuses a block, or OK."""
     if op == OP_TOUCH or op == OP_TOUCH | OPTION:
         if block.refcount == 0 and not block.committed and (op == OP_TOUCH or not is_empty(block)):
             return NOT_KEPT
@@ -160,10 +157,7 @@ cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids,
 
 
 cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint option, Verdict* v) noexcept nogil:
-    """Judge a call with a batch of blocks, then make it. `option`: what else it was asked for.
-
-    Each has a loop of its own, in which nothing asks for the op.
-    """
+    """Judge a call with a batch of blocks, then make it, each in a loop of its own that does not ask for the op."""
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int32_t[SMALL] few
     cdef int32_t* ids = few
@@ -227,7 +221,6 @@ cdef list as_list(const int32_t* ids, int32_t n):
 
 
 cdef int32_t count_of(State* pool, int32_t arena, int64_t i, str call, int32_t* reserved) except -1:
-    """References of a block, and how many blocks are reserved."""
     cdef const Blocks* b
     cdef int32_t count = 0, num_blocks
     pool_enter(pool, call)
@@ -361,7 +354,6 @@ cdef class BlockAPI:
         return BlockAPI(self.pool, arena)
 
     cdef inline Blocks* at(self) noexcept nogil:
-        """The blocks; under the lock of a pool that is open."""
         return blocks_of(self.state, self.number)
 
     cdef inline int64_t room(self) noexcept nogil:
@@ -369,7 +361,6 @@ cdef class BlockAPI:
         return self.state.sizes[self.number]
 
     cdef int run(self, object ids, str call, int op, bint option) except -1:
-        """A call with a batch of blocks. `option`: what else it was asked for."""
         cdef Ints given
         cdef Verdict v
         cdef int status
@@ -444,7 +435,6 @@ cdef class BlockAPI:
         return found
 
     cdef object alloc_into(self, object out, int64_t count):
-        """The ids go to the caller's array."""
         cdef Py_buffer view
         cdef const Array* array = plain_array(out)
         if array != NULL and array.descr == <PyObject*>INT32 and array.flags & (WRITEABLE | WARN) == WRITEABLE:

@@ -59,10 +59,8 @@ cdef struct Chain:              # doubly linked list through Block.next and Bloc
     int32_t size
 
 
-# Invariants, recomputed by blocks_check:
-#   num_blocks - reserved == num_blank + num_evictable + limbo.size + num_used
+# Invariants beside those above, recomputed by blocks_check:
 #   on the LRU list  <=>  place == EVICTABLE and fence != SETTLED
-#   place == USED  <=>  refcount + hold > 0
 #   refcount == entries in tables of open sequences + raw   (checked where the tables are)
 #   floor == 0 unless hold > 0
 #   USED and fence >= oldest_pending > 0  =>  dst of a copy of the pending plan with that id  (checked with the plans)

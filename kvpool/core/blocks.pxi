@@ -1,7 +1,4 @@
-"""Blocks of one arena. C functions on a `Blocks` struct, which cannot fail: callers check first.
-
-The structs, and why they are so, are in blocks.pxd.
-"""
+"""Blocks of one arena. C functions on a `Blocks` struct, which cannot fail: callers check first."""
 
 
 cdef inline int64_t whole_blocks(const Blocks* b, int64_t tokens) noexcept nogil:
@@ -92,7 +89,6 @@ cdef int32_t blocks_available(const Blocks* b) noexcept nogil:
 
 
 cdef void blocks_new_stamp(Blocks* b) noexcept nogil:
-    """No block is marked."""
     b.stamp += 1
     if b.stamp == 0:
         memset(b.mark, 0, b.num_blocks * sizeof(uint32_t))
@@ -112,7 +108,6 @@ cdef int blocks_short(const Blocks* b, Verdict* v, int32_t arena, Py_ssize_t row
 
 
 cdef inline void leave_evictable(Blocks* b, int32_t i) noexcept nogil:
-    """An evictable block is that no more."""
     if b.block[i].fence != SETTLED:
         chain_unlink(b, &b.lru, i)
     b.block[i].fence = 0
@@ -201,7 +196,6 @@ cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
 
 
 cdef void blocks_settle(Blocks* b, int32_t i) noexcept nogil:
-    """Release block i if its last reference and its last hold are gone."""
     if b.block[i].refcount == 0 and b.block[i].hold == 0:
         leave_use(b, i)
 
@@ -253,7 +247,6 @@ cdef void blocks_hold(Blocks* b, int32_t i, int32_t tokens) noexcept nogil:
 
 
 cdef void blocks_unhold(Blocks* b, int32_t i, int32_t old_floor) noexcept nogil:
-    """Undo blocks_hold."""
     b.block[i].hold -= 1
     b.floor[i] = old_floor
     ref(b, i, 1)
@@ -331,7 +324,6 @@ cdef int32_t blocks_evict(Blocks* b) noexcept nogil:
 # ---- blocks by name, for tables that are not ours ----------------------------------------------------------
 
 cdef inline void now_used(Blocks* b, int32_t n) noexcept nogil:
-    """n blocks were taken."""
     b.allocs += n
     b.num_used += n
     if b.num_used > b.peak_used:
@@ -364,7 +356,6 @@ cdef void blocks_take_raw(Blocks* b, int32_t* out, int32_t n, bint note) noexcep
 
 
 cdef void blocks_ref_raw(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    """A raw reference more on each of n blocks in use."""
     cdef int32_t k
     for k in range(n):
         ref(b, ids[k], 1)
@@ -400,10 +391,7 @@ cdef inline bint is_empty(const Block* block) noexcept nogil:
 
 
 cdef void blocks_take_empty(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    """Those of n blocks that are free and hold nothing are in use from now on; the caller refers to them at once.
-
-    O(n, and the blank blocks that would have been taken before the last of them).
-    """
+    """Use those of n blocks that are empty; the caller refers to them at once. O(n + blank ones taken before them)."""
     cdef int32_t k, i, at, to, found = 0, blank = 0
     for k in range(n):
         i = ids[k]

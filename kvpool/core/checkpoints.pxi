@@ -18,7 +18,6 @@ cdef void bundle_keep(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
 
 
 cdef void checkpoint_unlist(Tree* t, int32_t m) noexcept nogil:
-    """A checkpoint may not leave."""
     if t.checkpoint[m].listed:
         line_remove(line_of(t, m), t.link, m)
         t.checkpoint[m].listed = False
@@ -48,7 +47,6 @@ cdef void checkpoint_refresh(Tree* t, int32_t m) noexcept nogil:
 
 
 cdef void checkpoint_use(Tree* t, int32_t m) noexcept nogil:
-    """A checkpoint is a hit."""
     checkpoint_unlist(t, m)
     if not t.checkpoint[m].was_hit:
         t.checkpoint[m].was_hit = True
@@ -147,7 +145,6 @@ cdef bint row_has_tails(const Groups* gs, int32_t slot, int64_t position) noexce
 
 
 cdef void forget_taken(Tree* t, int32_t slot, int32_t m) noexcept nogil:
-    """A checkpoint is no longer one that a row has taken."""
     cdef int32_t j = 0
     while t.row[slot].taken[j] != m:
         j += 1
@@ -159,7 +156,6 @@ cdef void forget_taken(Tree* t, int32_t slot, int32_t m) noexcept nogil:
 
 
 cdef void checkpoint_hide(Groups* gs, int32_t m) noexcept nogil:
-    """A published checkpoint cannot be found any more."""
     cdef Tree* t = gs.tree
     cdef int32_t n = t.checkpoint[m].node, last = NO_NODE
     t.num_checkpoints -= 1
@@ -309,7 +305,6 @@ cdef void begin_load(Groups* gs, int32_t slot, int32_t m) noexcept nogil:
 
 
 cdef void end_load(Groups* gs, int32_t first) noexcept nogil:
-    """Nobody needs the checkpoint for a slot any more."""
     cdef Tree* t = gs.tree
     cdef int32_t m = t.load[first]
     t.load[first] = NO_CHECKPOINT
@@ -352,7 +347,6 @@ cdef void bundle_take(Groups* gs, int32_t m, int32_t slot, int64_t step) noexcep
 
 
 cdef void bundle_saved(Groups* gs, int32_t m) noexcept nogil:
-    """The states of a checkpoint are in its blocks."""
     cdef Tree* t = gs.tree
     t.checkpoint[m].step = 0
     t.num_saves -= 1
@@ -367,11 +361,7 @@ cdef void checkpoint_load(Groups* gs, int32_t slot, int64_t length) noexcept nog
 
 
 cdef void groups_loaded(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
-    """The bytes of a row are there, 0: they will not come.
-
-    It begins empty if nothing has come and its hits need checkpoints, or if it was flushed: what it has is of other
-    weights.
-    """
+    """The bytes of a row are there, 0: they will not come. One that was flushed has those of other weights."""
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef SeqPrefix* prefix = &s.prefix[slot]

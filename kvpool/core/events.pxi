@@ -19,7 +19,6 @@ cdef inline Note* note_at(const Ring* ring, int64_t k) noexcept nogil:
 
 
 cdef void ring_free(Ring* ring) noexcept nogil:
-    """Forget all notes, and give back their memory."""
     cdef int64_t k
     for k in range(ring.size):
         name_let_go(note_at(ring, k).name)

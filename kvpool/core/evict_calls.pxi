@@ -1,12 +1,7 @@
-"""Tokens leave a sequence that goes on: compaction, whole blocks, and blocks of its own before.
-
-After an eviction a sequence has several lengths. `num_tokens` counts all it ever had and gives positions; the `kv_len`
-of a layer group counts those that still have a slot there, and gives the lengths and slots of plans.
-"""
+"""Tokens leave a sequence that goes on: compaction, whole blocks, and blocks of its own before."""
 
 
 cdef int judge_full(const State* pool, int64_t group, Verdict* v) noexcept nogil:
-    """Tokens leave full groups only."""
     cdef const Groups* gs = pool.groups
     cdef int32_t k
     if not 0 <= group < gs.num_groups:
@@ -20,7 +15,6 @@ cdef int judge_full(const State* pool, int64_t group, Verdict* v) noexcept nogil
 
 
 cdef inline int64_t held_in(const State* pool, int32_t group, int32_t slot) noexcept nogil:
-    """Tokens that a sequence holds in a group: its kv_len there."""
     return held_of(&pool.groups.group[group], slot, pool.seqs.seq[slot].num_tokens)
 
 
@@ -35,7 +29,6 @@ cdef int pool_kv_len(State* pool, int64_t handle, int64_t group, int64_t* length
 
 
 cdef int judge_eviction(State* pool, int32_t slot, Py_ssize_t row, Verdict* v) noexcept nogil:
-    """Refuse a row of a pending step; row -1: not in a batch."""
     if pool.blocks.newest_pending and pool.seqs.seq[slot].last_step >= pool.blocks.oldest_pending:
         return refused(v, PENDING_ROW, row, pool.seqs.seq[slot].last_step, 0, 0, 0)
     return OK

@@ -46,17 +46,15 @@ cdef enum:                      # LayerGroup.kind
     STATE_LAYERS
 
 
-# Invariants, recomputed by groups_check:
-#   a row has ceil(num_blocks / 2^scale) - evicted // block_size entries, num_blocks being the Seq's
+# Invariants beside those above, recomputed by groups_check:
 #   0 <= evicted <= the point of the sequence <= num_tokens; evicted == 0 unless the group is full
-#   entry i is a hole  <=>  kept <= i < gone; gone == 0 or gone > kept
-#   no query at num_tokens or later reads what is in a hole
+#   gone == 0 or gone > kept; no query at num_tokens or later reads what is in a hole
 #   due is what due_of says of gone
 #   next_slot < stop_slot: block is the first id of the entry of the next token, next_slot its place there, and
 #     stop_slot - next_slot the tokens that go there before the entry is full or num_blocks is used up;
 #     else next_slot == stop_slot
 #   state: table == NO_BLOCK  <=>  num_tokens == 0
-#   in an arena refcount == entries of all its groups that name the block, raw, holds and floors are those of steps
+#   holds and floors are those of steps
 cdef struct GroupSeq:           # what a sequence has in a group beside its table and its Tail
     int64_t due                 # a step that ends at this length or beyond lets go of more
     int64_t evicted             # tokens that left by eviction: place in the table == position - evicted

@@ -1,8 +1,4 @@
-"""Layer groups: the tables of sequences, over arenas of blocks. groups.pxd says what they are, and
-why.
-
-C functions on a `Groups` struct. They cannot fail where they change anything: callers judge first.
-"""
+"""Layer groups: C functions on a `Groups` struct, which cannot fail where they change anything: callers judge first."""
 
 
 cdef inline int64_t blocks_for(const Groups* gs, int64_t tokens) noexcept nogil:
@@ -53,7 +49,6 @@ cdef void groups_free(Groups* gs) noexcept nogil:
 
 
 cdef int group_init(LayerGroup* g, const Seqs* s, bint leads) noexcept nogil:
-    """Memory of a group whose numbers are there. The first one has its tails in the sequences."""
     cdef int32_t slot, max_seqs = s.max_seqs
     g.table = <int32_t*>xcalloc(max_seqs, g.width * sizeof(int32_t))
     g.seq = <GroupSeq*>xcalloc(max_seqs, sizeof(GroupSeq))
@@ -70,7 +65,6 @@ cdef int group_init(LayerGroup* g, const Seqs* s, bint leads) noexcept nogil:
 
 
 cdef int part_init(StepPart* part, int32_t max_rows) noexcept nogil:
-    """What a step does to so many rows of a group."""
     part.max_rows = max_rows
     part.change = <Change*>xcalloc(max_rows, sizeof(Change))
     part.slot = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
@@ -116,7 +110,6 @@ cdef void group_ref(LayerGroup* g, int32_t slot, int32_t end, int32_t times) noe
 
 
 cdef void row_begin(LayerGroup* g, int32_t slot) noexcept nogil:
-    """The table of a sequence that was opened is another one, and empty."""
     g.seq[slot].evicted = 0
     tail_of(g, slot).epoch = 0
     set_gone(g, slot, 0)
@@ -320,7 +313,6 @@ cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n) noexce
 
 
 cdef void groups_compact(Groups* gs, int32_t group, int32_t slot, int64_t length) noexcept nogil:
-    """The row keeps `length` of its tokens, at the front of its table."""
     cdef LayerGroup* g = &gs.group[group]
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef int64_t leaving = held_of(g, slot, q.num_tokens) - length
@@ -356,7 +348,6 @@ cdef void groups_evict(Groups* gs, int32_t group, int32_t slot, const Ints* plac
 
 
 cdef void groups_reset(Groups* gs) noexcept nogil:
-    """Make all arenas and tables as they were when they were new."""
     cdef int32_t k, slot
     for k in range(1, gs.num_arenas):
         blocks_reset(gs.arena[k])

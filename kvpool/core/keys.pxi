@@ -1,7 +1,6 @@
 """Which block holds what: the content keys of an engine with block tables of its own, one to one with their blocks.
 
-The keys are Python's, and so are the dict and the list that know them; what is compiled is the loop over a call's
-keys. It knows nothing of a pool.
+The keys, and the dict and list that know them, are Python's; what is compiled is the loop over a call's keys.
 """
 
 cdef object NO_KEY          # where a block has none

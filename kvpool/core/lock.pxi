@@ -118,10 +118,7 @@ cdef unsigned current_process() noexcept nogil:
 
 
 cdef int64_t tag_take(int64_t* generation) noexcept nogil:
-    """A tag that no live pool has, and where its generations begin: what dead pools gave out is not given out again.
-
-    0: all are taken.
-    """
+    """A tag that no live pool has, 0: none; and where its generations begin, behind those that dead pools gave out."""
     cdef long long first = 0
     cdef int tag = c_tag_take(&first)
     generation[0] = first

@@ -1,8 +1,4 @@
-"""Where all memory of the core comes from: libc's functions, which a build with KVPOOL_FAULTS makes fail on demand.
-
-For tests the k-th allocation of the core fails, or all from the k-th on. Only builds with KVPOOL_FAULTS (debug,
-sanitizers, coverage) count and fail; in a release `fail_at` is refused.
-"""
+"""Where all memory of the core comes from: libc's functions, which a build with KVPOOL_FAULTS counts and makes fail."""
 
 cdef extern from *:
     """

@@ -1,7 +1,4 @@
-"""Namespaces of the prefix cache: bytes, below which a tree of nodes stands. C functions on a `Names` struct.
-
-A namespace is known as long as it has users: the open sequences and the nodes in it.
-"""
+"""Namespaces of the prefix cache: bytes, below which a tree of nodes stands. C functions on a `Names` struct."""
 
 ctypedef Name* Entry            # of a table
 
@@ -81,7 +78,6 @@ cdef int names_grow(Names* names, uint32_t room) noexcept nogil:
 
 
 cdef Name* names_find(const Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil:
-    """A namespace by its bytes and their hash; NULL: it is not known."""
     cdef uint32_t at = <uint32_t>hash & names.mask
     cdef Name* name = names.by_bytes[at]
     while name != NULL:
@@ -129,7 +125,6 @@ cdef void name_let_go(Name* name) noexcept nogil:
 
 
 cdef int names_reserve(Names* names) noexcept nogil:
-    """See to it that there is room for one more."""
     return names_grow(names, names.mask + 1) if 2 * <int64_t>names.size > names.mask else OK
 
 
@@ -145,7 +140,6 @@ cdef void names_add(Names* names, Name* name) noexcept nogil:
 
 
 cdef void name_leave(Names* names, Name* name) noexcept nogil:
-    """A sequence or a node less is in a namespace: without any it is forgotten."""
     name.users -= 1
     if name.users == 0:
         take_out(names, name)

@@ -121,7 +121,6 @@ cdef class PlanGroup:
         return array_data(array)
 
     cdef bint has(self, str name) except -1:
-        """Whether the group has an array of such a name."""
         return self.kind != STATE_LAYERS or name == "seq_lens"
 
     cdef tuple whole_shape(self, str name):
@@ -135,7 +134,6 @@ cdef class PlanGroup:
         return (rows + 1 if name == "indptr" else rows,)
 
     cdef int check_width(self, str name, int width) except -1:
-        """Refuse int32 where the values do not fit."""
         if width == 8 or self.kind == STATE_LAYERS:
             return 0
         if name == "slot_mapping" and self.num_slots > INT32_MAX:
@@ -399,7 +397,6 @@ cdef class Plan:
         return self.attach(self.by_group(out, "Plan"), "Plan")
 
     cdef int define(self, str name, int width, int64_t pad) except -1:
-        """The dtype and the pad of an array, in each group that has it."""
         cdef Field* field
         if width == 4 and name in LENGTH_FIELDS:
             self.seq_limit = min(self.seq_limit, INT32_MAX)
@@ -412,7 +409,6 @@ cdef class Plan:
         return 0
 
     cdef int make_groups(self) except -1:
-        """What the plan has for each layer group."""
         cdef LayerGroup[MAX_GROUPS] group
         cdef PlanGroup made
         cdef int32_t k, n
@@ -451,7 +447,6 @@ cdef class Plan:
         return &(<PlanGroup>self.group_plans[k]).data.wire.field[<int>FIELDS.index(name)]
 
     cdef tuple whole_shape(self, str name, int k):
-        """Whole shape of an array of this plan."""
         if k >= 0:
             return (<PlanGroup>self.group_plans[k]).whole_shape(name)
         if name == "positions":
@@ -582,7 +577,6 @@ cdef class Plan:
         return 0
 
     cdef int watch(self, Bound* bound, int group, int field, object array, str call) except -1:
-        """Note where an array is now."""
         cdef Py_buffer view
         cdef int d
         PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
@@ -664,7 +658,6 @@ cdef class Plan:
         self.attach(self.by_group(arrays, "bind"), "bind")
 
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1:
-        """Read and judge a `pad_to` argument for a batch of `num_rows` rows."""
         try:
             pad_rows, pad_tokens = pad_to
         except (TypeError, ValueError):

@@ -1,7 +1,4 @@
-"""`Pool`: blocks, sequences and steps over layer groups, behind one call per step.
-
-A call reads its arguments, and calls C functions of the parts that `_core.pyx` includes before this one.
-"""
+"""`Pool`: blocks, sequences and steps over layer groups, behind one call per step."""
 
 cdef extern from *:
     """
@@ -19,7 +16,6 @@ cdef extern from *:
 
 
 cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
-    """The layer groups of a pool, which fit each other."""
     if groups is None:
         return (Group.full(),)
     if not isinstance(groups, (list, tuple)):
@@ -64,7 +60,6 @@ cdef dict arena_sizes(tuple groups, int64_t num_blocks):
 
 
 cdef bint has_entries(tuple groups):
-    """Whether some group has entries of blocks: all but states have."""
     return any([group.kind != "state" for group in groups])
 
 
@@ -169,7 +164,6 @@ cdef class Pool:
         return 0
 
     cdef int init_group(self, LayerGroup* g, object group, int64_t lookahead) except -1:
-        """What follows from the kind and the sizes of a group."""
         g.columns = group.columns
         g.block_size = group.block_size or self.state.groups.block_size
         g.shift = (<object>g.block_size).bit_length() - 1 if g.block_size & (g.block_size - 1) == 0 else -1
@@ -187,7 +181,6 @@ cdef class Pool:
         return 0
 
     cdef int init_groups(self, tuple groups, int64_t lookahead) except -1:
-        """Groups that `read_groups` accepted, and their arenas."""
         cdef Seqs* s = &self.state.seqs
         cdef dict sizes = arena_sizes(groups, self.state.blocks.num_blocks)
         cdef Groups* gs = <Groups*>xcalloc(1, sizeof(Groups))
@@ -249,7 +242,6 @@ cdef class Pool:
         return 0
 
     cdef int init_tree(self, tuple groups) except -1:
-        """The prefix cache."""
         cdef Groups* gs = self.state.groups
         cdef int32_t[MAX_GROUPS] bundle
         cdef int64_t size = 0, room = gs.arena[0].num_blocks - gs.arena[0].reserved
@@ -565,10 +557,8 @@ cdef class Pool:
 
         Raises
         ------
-        StaleHandle, ForeignHandle
-            A handle is not open in this pool. State unchanged.
-        ValueError
-            Duplicate handles. State unchanged.
+        StaleHandle, ForeignHandle, ValueError
+            A handle is not open in this pool; duplicates. State unchanged.
         """
         cdef Ints batch
         cdef Verdict v
@@ -684,7 +674,6 @@ cdef class Pool:
         return copy.reshape(-1, columns) if columns > (group is None) else copy
 
     cdef int read(self, object handle, str call, Seq* q) except -1:
-        """A copy of what the pool knows of a sequence."""
         cdef int64_t wanted = get_handle(handle, call)
         cdef int32_t slot
         cdef Verdict v

@@ -191,10 +191,6 @@ cdef void flush_all_of(State* pool, const Name* name) noexcept nogil:
 
 cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
                    bint reserve, bint load, bint again, bint asked, const Directive* keep, Verdict* v) noexcept nogil:
-    """`pool_open` in a pool with a prefix cache.
-
-    A load shares no entry if hits need checkpoints, because its window begins elsewhere.
-    """
     cdef Groups* gs = pool.groups
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
@@ -213,7 +209,7 @@ cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t s
         return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
     if load and judge_load(gs, tokens.size, v) != OK:
         return v.reason
-    if name != NULL and tokens.data != NULL and not (load and t.needs_checkpoints):
+    if name != NULL and tokens.data != NULL and not (load and t.needs_checkpoints):     # its window begins elsewhere
         hit = tree_match(gs, name.slot, root_hash, <const int32_t*>tokens.data,
                          max(tokens.size - take, <int64_t>0) // gs.block_size)
     if judge_open(gs, tokens, &hit, reserve, load, need, v) != OK:
@@ -329,7 +325,6 @@ cdef int read_prompt(Ints* prompt, object tokens, object namespace, bint reserve
 
 
 cdef int judge_flags(object reserve, object load, str call) except -1:
-    """How a prompt is to be opened."""
     if not isinstance(reserve, bool):
         raise TypeError(f"[{call}] reserve must be a bool, not {type(reserve).__name__} ({reserve!r})")
     if not isinstance(load, bool):
@@ -340,7 +335,6 @@ cdef int judge_flags(object reserve, object load, str call) except -1:
 
 
 cdef int read_keep(Directive* d, object keep, str call) except -1:
-    """What a `Keep` says, None: nothing."""
     d.priority, d.ttl, d.tokens = 0, 0, INT64_MAX
     if keep is None:
         return 0

@@ -86,7 +86,6 @@ cdef void count_own(const Groups* gs, const Hit* hit, int64_t* own) noexcept nog
 
 
 cdef int judge_load(const Groups* gs, int64_t length, Verdict* v) noexcept nogil:
-    """Whether so many tokens can be loaded."""
     cdef const Tree* t = gs.tree
     if not t.needs_checkpoints:
         return OK
@@ -143,7 +142,6 @@ cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint reserve
 
 
 cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexcept nogil:
-    """The entries of a hit in the table of one group."""
     cdef Tree* t = gs.tree
     cdef LayerGroup* g = &gs.group[k]
     cdef int32_t* row = group_row(g, slot)
@@ -218,7 +216,6 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
 # ---- rows --------------------------------------------------------------------------------------------------
 
 cdef void row_parts(Groups* gs, int32_t slot) noexcept nogil:
-    """A row keeps no node."""
     cdef Tree* t = gs.tree
     if t.row[slot].node != NO_NODE:
         node_release(t, t.row[slot].node)
@@ -258,7 +255,6 @@ cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil:
 
 
 cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
-    """A sequence is about to be shortened."""
     cdef Tree* t = gs.tree
     cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
     cdef int64_t bs = gs.block_size
@@ -308,10 +304,7 @@ cdef int32_t token_at(const Tree* t, const Seqs* s, int32_t slot, const int32_t*
 
 
 cdef int64_t same_nodes(const Tree* t, const Seqs* s, int32_t other, int32_t slot) noexcept nogil:
-    """How many positions two rows have both committed, -1: they say different things of these.
-
-    One that was flushed has no nodes: nobody knows what it says.
-    """
+    """Positions that two rows have both committed, -1: they say different things of these. A flushed row says none."""
     cdef int32_t one = t.row[other].node, two = t.row[slot].node
     cdef int64_t depth = min(s.prefix[other].committed, s.prefix[slot].committed) // t.block_size
     while one != NO_NODE and t.node[one].depth > depth:

@@ -150,13 +150,11 @@ cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
     Directive keep
 
 
-# Invariants, recomputed by tree_check:
-#   users == what the comment says; a node in use has users > 0, and so has its parent
+# Invariants beside those above, recomputed by tree_check:
+#   a node in use has users > 0, and so has its parent
 #   node_find finds a node that is not flushed by its tokens, and nothing else
-#   place != NOWHERE  <=>  idle > 0; COLD  <=>  besides below == 0
 #   below == number of published checkpoints on whose path the node is
 #   an entry of a window or chunk is canonical  <=>  published checkpoints need it, as many as the node says
-#   a block is EVICTABLE  <=>  nobody refers to it and it is in a canonical entry, a bundle or a tail
 #   a checkpoint may leave  <=>  loads == 0 == step  <=>  its bundle is EVICTABLE; then its tails may leave, too
 #   cold, warm and listed have just those units and checkpoints that may leave; all but cold are in order of use
 #   a node is kept  <=>  a directive ends there, or a node right below is kept; no parent has a lower rank
@@ -237,7 +235,6 @@ cdef inline int32_t* checkpoint_bundle(const Tree* t, int32_t m) noexcept nogil:
 
 
 cdef inline int32_t checkpoint_rank(const Tree* t, int32_t m) noexcept nogil:
-    """The priority of a checkpoint is that of its node."""
     return t.node[t.checkpoint[m].node].rank if t.checkpoint[m].node != NO_NODE else 0
 
 

@@ -1,8 +1,4 @@
-"""The tree of the prefix cache: nodes, their entries, and what leaves first. prefix_tree.pxd says
-why.
-
-Entries of windows and chunks at a node count the checkpoints that need them.
-"""
+"""The tree of the prefix cache: nodes, their entries, and what leaves first."""
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
@@ -181,7 +177,6 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
 
 
 cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
-    """Bytes of nodes, checkpoints, and what the tree knows of rows and blocks."""
     cdef int64_t per_node = sizeof(Node) + sizeof(Link) + t.block_size * 4 + (16 if t.key != NULL else 0)
     cdef int64_t found
     cdef int32_t k
@@ -244,7 +239,6 @@ cdef void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcep
 
 
 cdef inline Line* unit_line(Tree* t, int32_t n) noexcept nogil:
-    """The line that the unit of a node is in."""
     if seldom(t.node[n].place == ASIDE):
         return &t.keeping.units[t.node[n].rank]
     return &t.cold if t.node[n].place == COLD else &t.warm
@@ -291,7 +285,6 @@ cdef inline int32_t* node_entry(const Tree* t, int32_t n, int32_t group) noexcep
 
 
 cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
-    """The content key of a prefix, where somebody wants events."""
     return t.key + 16 * <int64_t>n
 
 
@@ -319,7 +312,6 @@ cdef inline int32_t node_find(const Tree* t, int32_t name, int32_t parent, uint3
 
 
 cdef void bucket_remove(Tree* t, int32_t n) noexcept nogil:
-    """Nobody finds a node any more."""
     cdef int32_t* at = bucket_of(t, t.node[n].hash)
     while at[0] != n:
         at = &t.node[at[0]].after
@@ -356,7 +348,6 @@ cdef void node_forget(Tree* t, int32_t n) noexcept nogil:
 
 
 cdef inline void node_release(Tree* t, int32_t n) noexcept nogil:
-    """A node has a user less."""
     t.node[n].users -= 1
     if t.node[n].users == 0:
         node_forget(t, n)
@@ -426,7 +417,6 @@ cdef inline void tell_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n)
 
 
 cdef void tell_removed(Tree* t, int32_t k, int32_t n) noexcept nogil:
-    """A group has no entry, or state, at a node any more."""
     if t.key != NULL:
         ring_add(&t.index.ring, REMOVED, node_key(t, n), NULL, NULL, NULL, 0, k)
 
@@ -478,7 +468,6 @@ cdef inline void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* 
 
 
 cdef void entry_admit(Tree* t, const LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
-    """An entry waits no more, if it did."""
     if is_waiting(t.stands[g.arena][first].role):
         t.stands[g.arena][first].role -= WAITS
         entry_publish(t, g, k, first, t.stands[g.arena][first].node)
@@ -763,7 +752,6 @@ cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil:
 
 
 cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
-    """Entries and line of one node."""
     cdef const Tree* t = gs.tree
     cdef const Node* node = &t.node[n]
     cdef const LayerGroup* g
@@ -871,7 +859,6 @@ cdef bint check_tails(const Groups* gs, int32_t k, int32_t* needed, char* findin
 
 
 cdef bint check_line(const Line* line, const Link* link, int32_t room, const char* name, char* finding) noexcept nogil:
-    """A line is the same chain from both ends."""
     cdef int32_t i = line.head, before = NO_NODE, count = 0
     while 0 <= i < room and count < line.size and link[i].prev == before:
         before = i
@@ -963,11 +950,9 @@ cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept no
 
 
 cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept nogil:
-    """Whether an invariant of the tree does not hold; the first one, in words. O(nodes + blocks + windows).
+    """The first invariant of the tree that does not hold, in words. O(nodes + blocks + windows).
 
-    A window that keeps its first tokens needs them for every checkpoint: then it is O(checkpoints * depth).
-
-    `seen` has a number for each node, each checkpoint and each block, all zero.
+    With a window that keeps its first tokens, O(checkpoints * depth). `seen`: a zero for each node, checkpoint, block.
     """
     cdef const Tree* t = gs.tree
     cdef int32_t n, k, slot

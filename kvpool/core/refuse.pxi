@@ -1,8 +1,4 @@
-"""From verdicts to exceptions: how refusals of the core read.
-
-C functions judge under the lock of a pool, where no Python object may be made; what they found is put in words here,
-after the lock was let go.
-"""
+"""How refusals of the core read: C functions judge under the lock of a pool, and it is put in words after that."""
 
 cdef tuple KINDS = ("full", "window", "chunk", "state")     # by LayerGroup.kind
 
@@ -105,7 +101,6 @@ cdef object out_of_blocks(str call, const Verdict* v):
 
 
 cdef int refuse(str call, const Verdict* v) except -1:
-    """Raise what a call was refused for."""
     if v.reason == OUT_OF_BLOCKS:
         raise out_of_blocks(call, v)
     kind, text = TEXTS[v.reason]

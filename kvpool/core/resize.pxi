@@ -27,7 +27,6 @@ cdef int regrow(void** memory, size_t size) noexcept nogil:
 
 
 cdef int blocks_room(Blocks* b, int64_t n) noexcept nogil:
-    """Memory for n blocks."""
     if (regrow(<void**>&b.block, n * sizeof(Block)) or regrow(<void**>&b.floor, n * sizeof(int32_t))
             or regrow(<void**>&b.blank, n * sizeof(int32_t)) or regrow(<void**>&b.dropped, n * sizeof(int32_t))
             or regrow(<void**>&b.mark, n * sizeof(uint32_t))):
@@ -36,7 +35,6 @@ cdef int blocks_room(Blocks* b, int64_t n) noexcept nogil:
 
 
 cdef int arena_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
-    """Memory for n blocks of an arena, in the tree too."""
     cdef Tree* t = gs.tree
     if blocks_room(gs.arena[arena], n) != OK:
         return NO_MEMORY
@@ -127,7 +125,6 @@ cdef void arena_grow(Groups* gs, int32_t arena, int32_t n) noexcept nogil:
 # ---- shrinking ---------------------------------------------------------------------------------------------
 
 cdef inline int32_t place_of(const Blocks* b, int32_t end, int32_t id) noexcept nogil:
-    """Where a block is after the moves."""
     return <int32_t>b.mark[id] if id >= end else id
 
 
@@ -251,7 +248,6 @@ cdef int32_t arena_shrink(Groups* gs, int32_t arena, int32_t end, int32_t* moves
 # ---- the call ----------------------------------------------------------------------------------------------
 
 cdef int judge_arena(const State* pool, int32_t arena, int32_t size, Verdict* v) noexcept nogil:
-    """Whether an arena can have so many blocks."""
     cdef const Groups* gs = pool.groups
     cdef const Blocks* b = gs.arena[arena]
     cdef int64_t least = 1, slots = 1
@@ -343,7 +339,6 @@ cdef dict read_sizes(object num_blocks, object arena, int32_t num_arenas):
 
 
 cdef object options_of_size(object options, dict sizes):
-    """The options of a pool whose arenas have other sizes."""
     groups = []
     states = len({0} | {group.arena for group in options.groups if group.kind != "state"})
     for group in options.groups:

@@ -25,7 +25,6 @@ cdef void keeping_free(Tree* t) noexcept nogil:
 
 
 cdef int keeping_init(Tree* t) noexcept nogil:
-    """There will be a directive."""
     if t.keeping != NULL:
         return OK
     t.keeping = <Keeping*>xcalloc(1, sizeof(Keeping))
@@ -88,11 +87,7 @@ cdef bint evict_aside(Groups* gs, int32_t rank, bint has_units, bint has_checkpo
 
 
 cdef bint evict_beside_kept(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
-    """`evict_next` where no unit is cold and there may be directives.
-
-    What is kept is set aside when it is its turn, each once per use, and leaves when nothing else is left: the lowest
-    priority first.
-    """
+    """`evict_next` where no unit is cold: what is kept is set aside, and leaves when nothing else is left."""
     cdef Tree* t = gs.tree
     cdef int32_t m, n, rank
     if evict_aside(gs, 0, has_units, has_checkpoints):
@@ -165,7 +160,6 @@ cdef inline Line* bucket_until(Line* bucket, int64_t now, int64_t until) noexcep
 
 
 cdef void directive_remove(Tree* t, int32_t n) noexcept nogil:
-    """The directive that ends at a node is in no bucket."""
     line_remove(bucket_until(t.keeping.bucket, t.now, t.keeping.node[n].until), t.keeping.link, n)
     t.keeping.node[n].until = 0
 
@@ -259,7 +253,6 @@ cdef void pins_free(Tree* t) noexcept nogil:
 
 
 cdef int pins_init(Tree* t, int32_t max_seqs) noexcept nogil:
-    """There will be a pin with a ttl."""
     if t.pins != NULL:
         return OK
     t.pins = <Pins*>xcalloc(1, sizeof(Pins))
@@ -275,7 +268,6 @@ cdef int pins_init(Tree* t, int32_t max_seqs) noexcept nogil:
 
 
 cdef void pins_reset(Pins* p, int32_t max_seqs) noexcept nogil:
-    """No row is a pin with a ttl."""
     cdef int32_t i
     memset(p.until, 0, max_seqs * sizeof(int64_t))
     for i in range(TIME_BITS):
@@ -283,7 +275,6 @@ cdef void pins_reset(Pins* p, int32_t max_seqs) noexcept nogil:
 
 
 cdef void pin_until(Groups* gs, int32_t slot, int64_t ttl) noexcept nogil:
-    """A new row is a pin with a ttl."""
     cdef Tree* t = gs.tree
     cdef int64_t until = t.now + ttl
     cdef Line* line = bucket_until(t.pins.bucket, t.now, until)
@@ -293,7 +284,6 @@ cdef void pin_until(Groups* gs, int32_t slot, int64_t ttl) noexcept nogil:
 
 
 cdef void pin_closes(Tree* t, int32_t slot) noexcept nogil:
-    """A row is closed, which may be a pin with a ttl."""
     if t.pins.until[slot]:
         line_remove(bucket_until(t.pins.bucket, t.now, t.pins.until[slot]), t.pins.link, slot)
         t.pins.until[slot] = 0

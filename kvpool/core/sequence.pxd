@@ -71,11 +71,8 @@ cdef struct SeqPrefix:          # what a pool with a prefix cache knows besides
     Name* name                  # its namespace, NULL: flushed since
 
 
-# Invariants, recomputed by seqs_check:
-#   num_tokens <= num_blocks * block_size                       for every open sequence
-#   published <= committed // block_size
+# Invariants beside those above, recomputed by seqs_check:
 #   point <= num_tokens; point == 0, or the prefix cache has forgotten the sequence
-#   num_open + num_free_slots + retired slots == max_seqs
 #   sum_tokens == sum of num_tokens, sum_blocks == sum of num_blocks, num_late == number of late ones
 cdef struct Seqs:
     Seq* seq                    # [max_seqs]

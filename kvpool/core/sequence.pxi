@@ -1,15 +1,10 @@
-"""Sequences: handles and lengths. C functions on a `Seqs` struct, which cannot fail: callers check
-first.
-
-The structs, and why they are so, are in sequence.pxd.
-"""
+"""Sequences: handles and lengths. C functions on a `Seqs` struct, which cannot fail: callers check first."""
 
 cdef int64_t GENERATIONS = <int64_t>1 << 32
 
 # ---- handles -----------------------------------------------------------------------------------------------
 
 cdef inline int64_t seq_made(const Seqs* s, int32_t slot) noexcept nogil:
-    """The handle of the current generation of a slot."""
     return s.base + ((<int64_t>s.life[slot].generation << SLOT_BITS) | slot)
 
 
@@ -165,7 +160,6 @@ cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nog
 
 
 cdef void seq_fork_prefix(const Seqs* s, const Blocks* b, int32_t parent, int32_t child) noexcept nogil:
-    """What the prefix cache knows of a sequence that was forked."""
     s.prefix[child] = s.prefix[parent]
     if s.prefix[child].name != NULL:
         s.prefix[child].name.users += 1
@@ -192,7 +186,6 @@ cdef void seqs_reset(Seqs* s) noexcept nogil:
 # ---- audit -------------------------------------------------------------------------------------------------
 
 cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64_t next_step) noexcept nogil:
-    """Hash of everything about sequences that a later call can see."""
     cdef int32_t slot, k
     cdef const Seq* q
     h = mix(mix(mix(h, s.max_seqs), s.max_blocks), s.watermark)

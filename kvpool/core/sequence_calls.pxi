@@ -5,7 +5,6 @@ cdef int64_t ONLY_GROUP = INT64_MIN
 
 
 cdef int64_t take_tag(int64_t* generation) except -1:
-    """A tag that no live pool of this process has, and where its generations begin."""
     cdef int64_t tag = tag_take(generation)
     if tag == 0:
         gc.collect()            # pools that only a cycle keeps, with their pending plans
@@ -17,7 +16,6 @@ cdef int64_t take_tag(int64_t* generation) except -1:
 
 
 cdef bytes get_mask(object mask, Py_ssize_t n):
-    """A copy of a bool or uint8 mask of n entries."""
     if isinstance(mask, (list, tuple)) and all(isinstance(m, bool) for m in mask):
         mask = bytes(mask)
     try:

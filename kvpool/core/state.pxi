@@ -5,7 +5,6 @@ Python object is made under the lock.
 """
 
 cdef inline bint has_tree(const State* pool) noexcept nogil:
-    """Whether the pool has a prefix cache."""
     return pool.groups.tree != NULL
 
 
@@ -54,7 +53,6 @@ cdef void close_deferred(State* pool) noexcept nogil:
 
 
 cdef int pool_defer(State* pool, int64_t handle, Verdict* v) noexcept nogil:
-    """Close a sequence in the next call."""
     cdef int64_t room = max(2 * pool.deferred_room, <int64_t>16)
     cdef int64_t* deferred
     if pool.num_deferred == pool.deferred_room:

@@ -19,9 +19,9 @@ Why it is so:
   undoes the log, and the commit cannot fail.
 - The log of the check is the log of the rollback. It has the ids that were replaced alone: appended
   ones stand in `Change.appended`, and what a window lets go of, when a step passes, is in neither.
-  `old_floor` undoes a check, which ends in reverse
-  order at once. A step ends when others are pending, and the maximum of several copies cannot be
-  undone from one of them: `clear_floors` and `raise_floors` recompute those that its log touched.
+  `old_floor` undoes a check, which ends in reverse order at once. A step ends when others are
+  pending, and the maximum of several copies cannot be undone from one of them: `clear_floors` and
+  `raise_floors` recompute those that its log touched.
 - A step is done in order. Blocks wait in limbo for the newest step, so an older one that is still
   out must hold them back; a `done` that comes early is noted until its turn.
 - Only the newest step can be rolled back, since later ones build on its tables, and none of which a
@@ -29,11 +29,6 @@ Why it is so:
 - A steady row that takes no block has neither event nor change, so what a step keeps for its undo
   is a handle and a number per row.
 - `give_up_copy`: a block in use whose fill was rolled back must not look as if it waited for one.
-
-`step_check` validates, counts the blocks that are needed and notes which entries must be replaced,
-in all groups; `step_undo_check` takes that back. `step_commit` takes the blocks and moves the
-lengths; in a steady batch `take_begun` takes them. `step_pass` and `step_rollback` end a step.
-`pool_step` (step_calls.pxi) calls all of these.
 
 The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not
 committed, and nothing that a pending copy reads from it would be overwritten. Holds of pending
@@ -134,11 +129,7 @@ cdef inline int32_t note_copies(Log* log, Blocks* b, int32_t row, const int32_t*
 
 cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* ids, int64_t step_id, int32_t* copies,
                                 int32_t num_copies, uint64_t* digest) noexcept nogil:
-    """Take the blocks that replace n ids of a row; returns how many copies there are now.
-
-    A replacement holds older tokens, and its copy is made when the pending step runs. Its fence is that step, so that
-    nobody reads or commits it before.
-    """
+    """Take the blocks that replace n ids of a row, fenced until they are copied; returns how many copies there are."""
     cdef int32_t k
     for k in range(n):
         entry[k].new = blocks_take(b)
@@ -182,10 +173,7 @@ cdef inline void drop_replaced(const Replaced* entry, int32_t n, Blocks* b) noex
 
 
 cdef void log_release(const Log* log, Blocks* b) noexcept nogil:
-    """The copies of a step were made: let go of their sources, in the order they were taken.
-
-    A block that other pending plans hold too keeps a floor; the caller recomputes it from their logs.
-    """
+    """The copies of a step were made: let go of their sources, in the order they were taken."""
     cdef int32_t k
     cdef Block* block
     for k in range(log.size):
@@ -279,7 +267,6 @@ cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t
 # ---- pass 1: check -----------------------------------------------------------------------------------------
 
 cdef inline bint has_slot(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
-    """Whether every state group has a slot for one row more."""
     cdef int32_t k
     for k in range(gs.num_groups):
         if gs.group[k].kind == STATE_LAYERS and needed[gs.group[k].arena] >= available[gs.group[k].arena]:
@@ -288,7 +275,6 @@ cdef inline bint has_slot(const Groups* gs, const int64_t* needed, const int64_t
 
 
 cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot, int64_t* needed) noexcept nogil:
-    """Each state of a row goes to another slot."""
     cdef LayerGroup* g
     cdef StepPart* part
     cdef Change* change
@@ -442,7 +428,6 @@ cdef void skip_row(Groups* gs, Step* p, int64_t* needed) noexcept nogil:
 
 
 cdef inline void begin_check(Groups* gs, Step* p, int32_t rows) noexcept nogil:
-    """Nothing is known yet of what a step does."""
     cdef StepPart* part
     cdef int32_t k
     for k in range(gs.num_groups):
@@ -624,7 +609,6 @@ cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p)
 
 cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handles, int32_t first,
                        int32_t end) noexcept nogil:
-    """One token into the tail of each row of a group."""
     cdef const uint64_t* seen = part.wire.seen
     cdef int32_t i
     cdef Tail* t
@@ -637,7 +621,6 @@ cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handles, in
 
 
 cdef void commit_simple(Groups* gs, Step* p, int32_t first, int32_t end) noexcept nogil:
-    """One token more for each row, in all groups."""
     cdef Seqs* s = gs.seqs
     cdef uint64_t digest = gs.arena[0].digest
     cdef int32_t i, k
@@ -687,7 +670,6 @@ cdef void commit_event(Groups* gs, Step* p, const Event* event) noexcept nogil:
 
 
 cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance) noexcept nogil:
-    """Carry out a batch that step_check accepted."""
     cdef Seqs* s = gs.seqs
     cdef Blocks* b = gs.arena[0]
     cdef const Event* event
@@ -884,7 +866,6 @@ cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* hand
 
 
 cdef void undo_steady(Groups* gs, const Step* p, const int64_t* handle, Py_ssize_t n) noexcept nogil:
-    """Take back what was done to n rows."""
     cdef Py_ssize_t i
     cdef int32_t slot
     for i in range(n):
@@ -941,10 +922,7 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
 
 
 cdef void take_begun(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
-    """Take the blocks that rows have begun in a group, in their order, and put their tokens there.
-
-    With the first group the rows get their room in all.
-    """
+    """Take the blocks that rows have begun in a group, in their order, and put their tokens there."""
     cdef uint64_t digest = gs.arena[0].digest
     cdef bint leads = g == &gs.group[0], by_one = grows_by_one(gs, g)
     cdef int64_t held, index
@@ -1011,7 +989,6 @@ cdef void set_fences(Groups* gs, const Pending* pending) noexcept nogil:
 
 
 cdef void pending_add(Pending* pending, Step* p) noexcept nogil:
-    """A step is the newest pending one."""
     set_flag(&p.pending, True)
     p.older = pending.newest
     p.newer = NULL
@@ -1024,7 +1001,6 @@ cdef void pending_add(Pending* pending, Step* p) noexcept nogil:
 
 
 cdef void pending_remove(Pending* pending, Step* p) noexcept nogil:
-    """A step is pending no more."""
     set_flag(&p.pending, False)
     if p.older != NULL:
         p.older.newer = p.newer
@@ -1068,10 +1044,7 @@ cdef void make_holes(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil
 
 
 cdef void let_go(Groups* gs, LayerGroup* g, const Step* p) noexcept nogil:
-    """Let go of what no later query of the rows of a step reads in a window or chunk.
-
-    A row with one token more lets go at the end of a period only: it is looked at then, unless it may be late.
-    """
+    """Let go of what no later query of the rows of a step reads in a window or chunk."""
     cdef int64_t first = g.phase, mask = 0 if gs.seqs.num_late else g.period - 1
     cdef int32_t i, at = 0, looked = p.event[0].row if p.num_events else -1
     for i in range(p.num_rows):

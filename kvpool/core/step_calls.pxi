@@ -40,7 +40,6 @@ cdef void carry_out(State* pool, Plan plan, const int64_t* handles, bint advance
 
 
 cdef inline void limits_of(const State* pool, Plan plan, int64_t max_tokens, Limits* limits) noexcept nogil:
-    """What a step of a plan may not pass."""
     limits.max_tokens = max_tokens
     limits.seq_tokens = pool.groups.seq_tokens
     limits.length = min(plan.seq_limit, pool.groups.longest)
@@ -49,7 +48,6 @@ cdef inline void limits_of(const State* pool, Plan plan, int64_t max_tokens, Lim
 
 cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bint advance, bint partial, int64_t
                    pad_rows, int64_t pad_tokens, Verdict* v) noexcept nogil:
-    """Judge a step, and carry it out."""
     cdef Limits limits
     cdef Step* p = &plan.step
     cdef int status
@@ -73,7 +71,6 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
 
 
 cdef int room_for_dry_run(State* pool, int32_t rows, Verdict* v) noexcept nogil:
-    """Memory for so many rows of a step that is only judged."""
     cdef Groups* gs = pool.groups
     cdef int32_t k
     if rows > pool.scratch.max_rows:

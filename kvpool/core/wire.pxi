@@ -143,7 +143,6 @@ cdef inline void show_row(Wire* w, int32_t i, int64_t handle, uint32_t epoch, co
 
 
 cdef void sync_rows(const Groups* gs, const LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
-    """Rewrite the rows whose tables changed."""
     cdef Wire* w = &part.wire
     cdef int32_t k, i, slot
     cdef const Tail* t
@@ -160,7 +159,6 @@ cdef void sync_rows(const Groups* gs, const LayerGroup* g, StepPart* part, const
 
 
 cdef void pad_row(StepPart* part, int32_t i) noexcept nogil:
-    """Row i shows no sequence."""
     cdef Wire* w = &part.wire
     cdef WireRow* row = &w.row[i]
     cdef int64_t at = <int64_t>i * w.table_width
@@ -181,7 +179,6 @@ cdef void pad_row(StepPart* part, int32_t i) noexcept nogil:
 
 
 cdef void emit_lens(const Groups* gs, const LayerGroup* g, const Field* f, const Step* p) noexcept nogil:
-    """Tokens of each row that the group still has."""
     cdef int32_t i
     if gs.seqs.evicted_tokens == 0:
         write_all(f, p.length, p.num_rows, 0)

@@ -195,13 +195,6 @@ def test_call_whose_allocation_fails_changes_nothing(seed, made, least):
     assert set(failed) >= least and failed.total() > 100, failed
 
 
-@can_fail
-def test_core_call_that_leaves_a_sequence_behind_is_detected(monkeypatch):
-    monkeypatch.setattr(kvpool, "Pool", Careless)
-    with pytest.raises(AssertionError, match="step: the failure of allocation"):
-        sweep_core(script(1))
-
-
 def swept(*arguments):
     """What a process apart has found: a failure of Python's memory would meet pytest too."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.core.test_memory_failure", *arguments]
@@ -218,7 +211,7 @@ def test_call_without_memory_for_its_objects_changes_nothing(seed):
 
 @needs_testcapi
 def test_call_without_memory_that_leaves_a_sequence_behind_is_detected():
-    assert swept("3", "planted")["findings"]
+    assert "step: the failure of allocation" in swept("3", "planted")["findings"][0]
 
 
 @pytest.mark.skipif(_core.can_fail(), reason="this build can")

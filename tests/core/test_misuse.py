@@ -396,12 +396,6 @@ def test_fork_of_more_children_than_slots(scene, refused):
         scene.pool.fork(scene.a, 63)
 
 
-@pytest.mark.parametrize("name", ["PLAN", "block_tables ", "", "dirty_rows"])
-def test_unknown_format_is_a_value_error(scene, refused, name):
-    with refused(scene.pool, ValueError, "Plan", repr(name)):
-        scene.core.Plan(scene.pool, 4, formats=(name,))
-
-
 def test_refusals_name_the_row_and_what_is_wrong_with_it(scene, refused):
     pool, plan = scene.pool, scene.core.Plan(scene.pool, 4)
     for call in ("close", "truncate"):

@@ -196,7 +196,10 @@ BAD_PLANS = {
     "tokens str": (TypeError, {"max_tokens": "8"}, "8"),
     "table_width 0": (ValueError, {"table_width": 0}, 0),
     "table_width float": (TypeError, {"table_width": 1.5}, 1.5),
-    "unknown format": (ValueError, {"formats": ("block_table",)}, "block_table"),
+    **{
+        f"format {name!r}": (ValueError, {"formats": (name,)}, repr(name))
+        for name in ("block_table", "PLAN", "block_tables ", "", "dirty_rows")
+    },
     "format not a str": ((TypeError, ValueError), {"formats": (3,)}, 3),
     "format unhashable": ((TypeError, ValueError), {"formats": ([],)}, None),
     "formats None": (TypeError, {"formats": None}, None),

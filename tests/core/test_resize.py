@@ -33,27 +33,6 @@ def test_smaller_pool_keeps_the_prefixes_that_were_used_last():
     assert pool.prefix.match([2] * 17) == 16 and pool.prefix.match([1] * 17) == 4
 
 
-def test_cached_entries_of_several_blocks_move_as_a_whole():
-    """The second columns lie behind the first ones, where the smaller pool ends."""
-    pool = Pool(24, BLOCK, groups=[Group.full(columns=2)], prefix_cache=True)
-    plan, tables = Plan(pool, max_rows=1, max_tokens=16), []
-    for first in (1, 2):
-        row = pool.open([first] * 16)
-        pool.step(plan, [row], 16)
-        pool.done(plan)
-        pool.prefix.commit([row], [first] * 16)
-        tables.append(pool.table(row))
-        pool.close([row])
-    moved = dict(pool.resize(12).tolist())
-    assert 0 < len(moved) < tables[1].size
-    row = pool.open([2] * 17, reserve=False)
-    assert pool.table(row).tolist() == [[moved.get(block, block) for block in entry] for entry in tables[1].tolist()]
-    pool.close([row])
-    blank = pool.stats().blank
-    assert pool.blocks.evict(1) == 1 and pool.stats().blank == blank + 2
-    pool.check()
-
-
 def test_states_of_a_checkpoint_move_with_its_blocks():
     pool = Pool(40, BLOCK, groups=[Group.full(), Group.state(6, blocks=2)], prefix_cache=True, max_seqs=2)
     plan, below = Plan(pool, max_rows=1, max_tokens=8), pool.blocks.alloc(20)
@@ -82,21 +61,6 @@ def test_smaller_pool_keeps_the_blocks_by_id_that_were_cached_last_in_their_orde
     pool.check()
     for block in (4, 3, 2, 1):
         assert pool.blocks.evict(1) == 1 and pool.blocks.drain_evicted().tolist() == [block]
-
-
-def test_rows_that_moved_are_dirty_in_their_next_step():
-    pool = Pool(12, BLOCK)
-    plan = Plan(pool, max_rows=2)
-    low, gap, high = pool.open(8), pool.open(8), pool.open(8)
-    pool.step(plan, [low, high])
-    pool.done(plan)
-    pool.step(plan, [low, high])
-    assert plan.dirty_rows.tolist() == []
-    pool.done(plan)
-    pool.close([gap])
-    assert pool.resize(5).tolist() == [[5, 3], [6, 4]]
-    pool.step(plan, [low, high])
-    assert plan.dirty_rows.tolist() == [1] and plan.block_tables[1, :2].tolist() == [3, 4]
 
 
 def test_several_arenas_are_resized_all_or_none():

@@ -23,20 +23,6 @@ def row_of(handle):
     return int(handle) & 0xFFFFF
 
 
-def test_pin_with_ttl_holds_its_blocks_until_the_first_tick_that_is_so_much_later(make_any, make_plan):
-    pool = make_any()
-    cache(make_plan, pool, A)
-    pool.prefix.tick(5)
-    pin = pool.prefix.pin(A, ttl=10)
-    assert pool.num_tokens(pin) == 4 and pool.stats().used == 1
-    pool.prefix.tick(14)
-    assert pool.is_open(pin) and pool.blocks.evict(1) == 0
-    pool.prefix.tick(16)
-    assert not pool.is_open(pin) and pool.stats().used == 0
-    assert is_found(pool, A) and pool.blocks.evict(1) == 1
-    pool.check()
-
-
 def test_pin_without_ttl_is_held_for_ever(make_any, make_plan):
     pool = make_any()
     cache(make_plan, pool, A)
@@ -61,32 +47,6 @@ def test_handle_of_a_pin_that_ended_is_stale_like_any_that_was_closed(make_any):
             call(pin)
     pool.defer_close(pin)
     assert pool.stats().sequences == 0
-
-
-def test_pin_that_was_closed_before_leaves_the_next_sequence_of_its_row_alone(make_any):
-    pool = make_any(max_seqs=1)
-    pool.prefix.unpin(pool.prefix.pin(A, ttl=3))
-    row = pool.open()
-    pool.prefix.tick(3)
-    assert pool.is_open(row)
-    pool.close(row)
-    pin = pool.prefix.pin(A, ttl=9)
-    pool.prefix.tick(6)
-    assert pool.is_open(pin)
-    pool.check()
-
-
-def test_fork_has_no_ttl_and_what_shortens_flushes_or_runs_a_pin_leaves_it_its_own(make_any, make_plan):
-    pool = make_any()
-    cache(make_plan, pool, A + B)
-    pin = pool.prefix.pin(A + B, ttl=4)
-    (child,) = pool.fork(pin)
-    pool.truncate(pin, 4)
-    pool.prefix.flush()
-    compute(make_plan, pool, pin, 3)
-    pool.check()
-    pool.prefix.tick(4)
-    assert pool.is_open(child) and not pool.is_open(pin)
 
 
 def test_pin_that_ends_while_a_plan_is_pending_is_closed_as_by_a_call(make_any, make_plan):

@@ -40,27 +40,6 @@ def test_first_tokens_alone_are_kept(make_any, make_plan):
     assert pool.prefix.stats().kept == 0
 
 
-def test_namespace_keeps_as_many_nodes_as_its_limit_the_first_of_each_prefix(make_any, make_plan):
-    pool = make_any()
-    pool.prefix.limit_kept(b"a", 2)
-    assert pool.prefix.stats().namespaces == 1
-    keep(make_plan, pool, A + B + C, Keep(3, 5), b"a")
-    keep(make_plan, pool, D, Keep(3, 9), b"a")
-    keep(make_plan, pool, A + B, Keep(3, 5))
-    assert pool.prefix.stats().kept == 4
-    pool.prefix.limit_kept(b"a", 3)
-    keep(make_plan, pool, D, Keep(3, 9), b"a")
-    assert pool.prefix.stats().kept == 5
-    pool.prefix.flush(b"a")
-    assert pool.prefix.stats().kept == 2
-    pool.prefix.limit_kept(b"a", None)
-    pool.prefix.limit_kept(b"never seen", None)
-    assert pool.prefix.stats().namespaces == 1
-    pool.reset()
-    assert pool.prefix.stats().kept == 0
-    pool.check()
-
-
 def test_fork_has_the_directive_of_its_parent(make_any, make_plan):
     pool = make_any()
     parent = pool.open(keep=Keep(1, 5))

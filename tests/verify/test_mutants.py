@@ -46,7 +46,7 @@ def test_option_wrong_is_refused_with_its_name(options, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a build beside this one, and forked children")
 def test_mutants_are_found_by_tests_that_reach_them_or_by_the_fuzzer(capfd):
-    main(["--mutants", "8", "--seed", "1", "--calls", "100000", "--of", "seq_fork", "tests/core/test_cow.py"])
+    main(["--mutants", "8", "--seed", "1", "--calls", "100000", "--of", "groups_fork", "tests/core/test_pending.py"])
     printed = capfd.readouterr().out
     by_tests, by_fuzzer, both = map(int, re.findall(r"\| (\d+) \| \d+ \|$", printed, re.MULTILINE))
     assert "NOT SOUND" not in printed and 0 < min(by_tests, by_fuzzer) < both < 8, printed
