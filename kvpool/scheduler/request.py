@@ -1,7 +1,4 @@
-"""Input and output of the scheduler, `Request` and `Output`, and its tenants, groups and sequences.
-
-`Request` and `Output` check arguments and keep no state.
-"""
+"""Input and output of the scheduler, `Request` and `Output`, and its tenants, groups and sequences."""
 
 from __future__ import annotations
 
@@ -51,24 +48,21 @@ def token_array(call: str, name: str, tokens: Any) -> NDArray[int32]:
     if isinstance(tokens, str | bytes | bytearray):
         raise TypeError(f"[{call}] {name} must be integers, not {type(tokens).__name__}")
     if isinstance(tokens, np.ndarray):
-        array = tokens
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"[{call}] {name} must be integers ({array.dtype})")
-        if array.ndim != 1:
-            raise ValueError(f"[{call}] {name} must have one dimension (shape {array.shape})")
+        if tokens.dtype.kind not in "iu":
+            raise TypeError(f"[{call}] {name} must be integers ({tokens.dtype})")
+        if tokens.ndim != 1:
+            raise ValueError(f"[{call}] {name} must have one dimension (shape {tokens.shape})")
+        least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+        if least < 0 or most > MOST:
+            raise ValueError(f"[{call}] a token of {name} must be 0 .. {MOST} ({least if least < 0 else most})")
     else:
         try:
-            listed = list(tokens)
+            tokens = list(tokens)
         except TypeError:
             raise TypeError(f"[{call}] {name} must be integers, not {type(tokens).__name__} ({tokens!r})") from None
-        if set(map(type, listed)) <= {int} and max(listed, default=0) <= MOST and min(listed, default=0) >= 0:
-            array = np.array(listed, np.int32)
-        else:
-            array = np.array([integer(call, f"{name}[{i}]", token, 0) for i, token in enumerate(listed)], np.int32)
-    if array.size and not (int(array.min()) >= 0 and int(array.max()) <= MOST):
-        wrong = int(array.min()) if int(array.min()) < 0 else int(array.max())
-        raise ValueError(f"[{call}] a token of {name} must be 0 .. {MOST} ({wrong})")
-    owned = np.array(array, np.int32)
+        if not (set(map(type, tokens)) <= {int} and max(tokens, default=0) <= MOST and min(tokens, default=0) >= 0):
+            tokens = [integer(call, f"{name}[{i}]", token, 0) for i, token in enumerate(tokens)]
+    owned = np.array(tokens, np.int32)
     owned.flags.writeable = False
     return owned
 
@@ -155,9 +149,13 @@ class Request:
             except TypeError:
                 kind = type(value).__name__
                 raise TypeError(f"[Request] {name} must be hashable, {kind} is not ({value!r})") from None
-        eos = self.eos
+        eos, stop = self.eos, self.stop
         put("eos", _token_tuple("eos", eos if isinstance(eos, Iterable) else (integer("Request", "eos", eos, 0),)))
-        put("stop", self._stops(self.stop))
+        if isinstance(stop, str | bytes) or not isinstance(stop, Iterable):
+            raise TypeError(f"[Request] stop must be sequences of tokens, not {type(stop).__name__} ({stop!r})")
+        put("stop", tuple(_token_tuple(f"stop[{i}]", tokens) for i, tokens in enumerate(stop)))
+        if () in self.stop:
+            raise ValueError(f"[Request] stop[{self.stop.index(())}] is empty, it needs at least one token")
         put("beam_width", integer("Request", "beam_width", self.beam_width, 0))
         put("n", integer("Request", "n", self.n, 1))
         if self.beam_width and self.n > self.beam_width:
@@ -172,15 +170,6 @@ class Request:
             put("cut", integer("Request", "cut", self.cut, 0, self.prompt.size))
         if not isinstance(self.keep, Keep | None):
             raise TypeError(f"[Request] keep must be a kvpool.retention.Keep, not {type(self.keep).__name__}")
-
-    @staticmethod
-    def _stops(stop: Any) -> tuple[tuple[int, ...], ...]:
-        if isinstance(stop, str | bytes) or not isinstance(stop, Iterable):
-            raise TypeError(f"[Request] stop must be sequences of tokens, not {type(stop).__name__} ({stop!r})")
-        stops = tuple(_token_tuple(f"stop[{i}]", tokens) for i, tokens in enumerate(stop))
-        if () in stops:
-            raise ValueError(f"[Request] stop[{stops.index(())}] is empty, it needs at least one token")
-        return stops
 
 
 class Times(NamedTuple):

@@ -1,8 +1,4 @@
-"""`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing.
-
-`LaneRows` has the numbers of running sequences, `DecodeBatch` those who decode. A `Step` is what one call of `schedule`
-decided.
-"""
+"""`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ def add(row: NDArray[int32], lanes: np.ndarray, more: NDArray[int32] | int) -> N
 
 
 class LaneRows:
-    """Arrays over the lanes."""
+    """Arrays over the lanes: the numbers of running sequences."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -84,11 +80,10 @@ class LaneRows:
         heapify(self.free)
 
     def take(self) -> int:
-        """Reserve the lowest free lane."""
+        """Reserve the lowest free lane. `put` puts a sequence in it."""
         return heappop(self.free)
 
     def put(self, lane: int, sequence: Sequence, handle: int, computed: int, admitted: int) -> None:
-        """Put a sequence in a lane that was taken."""
         request = sequence.group.request
         self.handle[lane] = handle
         self.state[lane] = PREFILLING
@@ -130,16 +125,11 @@ class LaneRows:
     def make_room(self, width: int) -> None:
         """Let the token buffers hold `width` tokens per lane."""
         old = self.tokens.shape[1]
-        if width <= old:
-            return
-        new = max(width, 2 * old)
-        tokens = np.zeros((self.size, new), np.int32)
-        tokens[:, :old] = self.tokens
-        self.tokens = tokens
-        if self.logprobs is not None:
-            logprobs = np.full((self.size, new), np.nan, np.float32)
-            logprobs[:, :old] = self.logprobs
-            self.logprobs = logprobs
+        if width > old:
+            more = (0, 0), (0, max(width - old, old))
+            self.tokens = np.pad(self.tokens, more)
+            if self.logprobs is not None:
+                self.logprobs = np.pad(self.logprobs, more, constant_values=np.nan)
 
     def need_logprobs(self) -> NDArray[float32]:
         """Return the buffer of logprobs. Make it if there is none."""
@@ -153,10 +143,8 @@ class LaneRows:
 
     def logprobs_of(self, lane: int) -> NDArray[float32] | None:
         """Return a copy of the logprobs of a lane, None if there are none."""
-        if self.logprobs is None:
-            return None
-        mine = self.logprobs[lane, : self.generated[lane]]
-        return None if np.isnan(mine).all() else mine.copy()
+        mine = None if self.logprobs is None else self.logprobs[lane, : self.generated[lane]]
+        return None if mine is None or np.isnan(mine).all() else mine.copy()
 
     def known(self, lane: int, begin: int, end: int) -> NDArray[int32]:
         """Return the tokens at positions begin .. end - 1 of prompt and generated ones."""
@@ -348,17 +336,10 @@ COUNTED = (  # at an admission, also at one that a beam takes back
 
 
 class Attempt:
-    """An admission that has begun: what it may change, as it was, so that an exception in it changes nothing.
-
-    Parameters
-    ----------
-    core : Core
-    sequence : Sequence
-        It waits, or is spilled. The first of a beam stands for all.
-    """
+    """An admission that has begun: what it may change, as it was, so that an exception in it changes nothing."""
 
     def __init__(self, core: Core, sequence: Sequence) -> None:
-        group = sequence.group
+        group = sequence.group  # the first sequence of a beam stands for all
         self._core, self._sequence = core, sequence
         self._front = core.queue.is_back(sequence)
         self.again = group.admitted is not None  # it may find what it has computed itself
@@ -450,8 +431,6 @@ class Core:
         self._batch = DecodeBatch(self.rows, 0)
         self._length_plan: Plan | None = None
 
-    # -- what stays in the prefix cache
-
     def kept(self, request: Request) -> Keep | None:
         """Return the directive of a request, None without a prefix cache."""
         return None if self.prefix is None else request.keep
@@ -462,10 +441,7 @@ class Core:
             self.prefix.tick(now)
             self.told = now
 
-    # -- who decodes
-
     def batch(self) -> DecodeBatch:
-        """Return the sequences that decode now."""
         if self.changed:
             self._batch = DecodeBatch(self.rows, self.unforked)
             self.changed = False
@@ -535,10 +511,8 @@ class Core:
         """Set PREFILLING or DECODING, by the tokens left to compute. A beam's sequences decode together."""
         sequence = self.rows.sequence(lane)
         beam = sequence.group.beam
-        if beam is not None and len(beam.live) > 1:
-            return
         state = DECODING if self.rows.remaining(lane) == 1 else PREFILLING
-        if sequence.state != state:
+        if sequence.state != state and (beam is None or len(beam.live) == 1):
             self.move(sequence, state)
 
     def commit(self, lane: int) -> None:
@@ -556,13 +530,12 @@ class Core:
 
         A step ends where the pool takes a checkpoint.
         """
-        if self.prefix is None or not self.has_checkpoints:
-            return most
-        due = int(self.prefix.wanted([self.rows.handle[lane]])[0]) - int(self.rows.computed[lane])
-        if not 0 < due < most:
-            return most
-        self.chunks_allowed += 1
-        return due
+        if self.prefix is not None and self.has_checkpoints:
+            due = int(self.prefix.wanted([self.rows.handle[lane]])[0]) - int(self.rows.computed[lane])
+            if 0 < due < most:
+                self.chunks_allowed += 1
+                return due
+        return most
 
     def leave(self, sequence: Sequence, state: int) -> None:
         """Remove a running sequence from its lane and save its numbers. The caller owns the handle."""
@@ -581,11 +554,9 @@ class Core:
 
     def preempt(self, sequence: Sequence) -> None:
         """Close a running sequence and queue it before all others. A beam is preempted as a whole."""
-        beam = sequence.group.beam
+        beam, lane = sequence.group.beam, sequence.lane
         if beam is not None:
-            beam.preempt(self)
-            return
-        lane = sequence.lane
+            return beam.preempt(self)
         self.commit(lane)
         self.pool.close(int(self.rows.handle[lane]))
         self.leave(sequence, WAITING)
@@ -650,7 +621,7 @@ class Core:
         return group
 
     def remind(self, group: RequestGroup, deadline: float) -> None:
-        """Note the deadline of a new request. Those of requests that have ended leave when they are most."""
+        """Note the deadline of a request. Those of requests that have ended leave when they are most."""
         if len(self.deadlines) > 64 + 2 * len(self.groups):
             self.deadlines = [one for one in self.deadlines if self.group_of(one) is not None]
             heapify(self.deadlines)
@@ -663,21 +634,17 @@ class Core:
 
     def close(self, handles: Iterable[int]) -> None:
         """Close those of the handles that are open, which none is after ``Pool.reset``. -1 is no handle."""
-        there = [handle for handle in dict.fromkeys(handles) if handle >= 0 and self.pool.is_open(handle)]
-        self.pool.close(there)
+        self.pool.close([one for one in dict.fromkeys(handles) if one >= 0 and self.pool.is_open(one)])
 
     def release(self, sequence: Sequence) -> None:
         """Cancel a sequence in any state."""
-        state, lane = sequence.state, sequence.lane
-        if state == WAITING:
-            self.queue.discard(sequence)
-        elif state == SPILLED:
-            del self.spilled[sequence]
-            sequence.kept = None
-        if lane >= 0:
-            self.close([int(self.rows.handle[lane])])
+        if sequence.lane >= 0:
+            self.close([int(self.rows.handle[sequence.lane])])
             self.leave(sequence, FINISHED)
         else:
+            self.queue.discard(sequence)
+            self.spilled.pop(sequence, None)
+            sequence.kept = None
             self.move(sequence, FINISHED)
         self.count[FINISHED] -= 1
         self.cancelled += 1
