@@ -1,7 +1,4 @@
-"""Policies: how many tokens a sequence may keep, and which ones stay.
-
-A policy is a few numbers, checked when it is made; what it learns about sequences is in a `kvpool.eviction.Memory`.
-Budgets are the same for all layers and heads, so that one table serves them all; which tokens stay is decided for each.
+"""Policies: a few numbers that say how many tokens a sequence may keep, and which ones stay.
 
 Sources: H2O is "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang et al.,
 2023), sinks are from "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., 2023), whole blocks from

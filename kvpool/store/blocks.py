@@ -87,8 +87,8 @@ class Layout:
                 raise ValueError(
                     f"[Layout] group {number} has blocks of {group.block_size} tokens, no multiple of {block_size}"
                 )
-        for name, value in (("groups", groups), ("block_size", block_size)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "block_size", block_size)
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
@@ -213,7 +213,6 @@ class BlockStore(Protocol):
 
         Cheap: a tier in memory or on disk asks its index in memory, a server is asked once. Tokens are not compared.
         """
-        ...
 
     def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
         """Fill `rows` with the bytes of these blocks and return which were loaded, bool ``[n]``.
@@ -221,27 +220,21 @@ class BlockStore(Protocol):
         A block is loaded only if key, parent, tokens, namespace, group, layout and checksum of its record are right. A
         row that was not loaded may hold anything.
         """
-        ...
 
     def store(self, blocks: Blocks, rows: Rows) -> int:
         """Take copies of these blocks and return how many are kept or waiting to be written. It never waits."""
-        ...
 
     def touch(self, blocks: Blocks) -> None:
         """Say that these blocks were of use elsewhere, so that they leave later."""
-        ...
 
     def drain(self, timeout: float = 60.0) -> bool:
         """Wait until everything taken is written or dropped. False: not within `timeout` seconds."""
-        ...
 
     def stats(self) -> dict[str, TierStats]:
         """Counters of each tier, fastest first, by its name."""
-        ...
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most, and let go of everything. A second call does nothing."""
-        ...
 
 
 def leading(found: np.ndarray) -> int:
@@ -274,14 +267,10 @@ def checked(call: str, layout: Layout, blocks: Blocks, rows: Rows | None = None,
     if not 0 <= blocks.group < len(layout.groups):
         raise ValueError(f"[{call}] group is {blocks.group}, the layout has {len(layout.groups)} groups")
     own, count = layout.groups[blocks.group], len(blocks.keys)
-    for name, width, dtype in (
-        ("keys", KEY_NBYTES, np.uint8),
-        ("parents", KEY_NBYTES, np.uint8),
-        ("tokens", own.block_size, np.int32),
-    ):
-        array = getattr(blocks, name)
+    for name, width in ("keys", KEY_NBYTES), ("parents", KEY_NBYTES), ("tokens", own.block_size):
+        array, dtype = getattr(blocks, name), "int32" if name == "tokens" else "uint8"
         if not isinstance(array, np.ndarray) or array.dtype != dtype:
-            raise TypeError(f"[{call}] {name} must be an array of {np.dtype(dtype)}")
+            raise TypeError(f"[{call}] {name} must be an array of {dtype}")
         if array.shape != (count, width):
             raise ValueError(f"[{call}] {name} must have shape {[count, width]}, got {list(array.shape)}")
     if len(blocks.namespace) != KEY_NBYTES:

@@ -263,7 +263,7 @@ def test_index_finds_what_a_dict_finds_in_16_bytes_each():
         known.update({name: segment << 32 | offset // 64 for name, offset in entries.tolist()})
         if segment % 7 == 6:
             count = sum(place >> 32 in (segment - 3, segment) for place in known.values())
-            assert index.drop({segment - 3, segment}) == count
+            assert index.drop(segment - 3) + index.drop(segment) == count
             known = {name: place for name, place in known.items() if place >> 32 not in (segment - 3, segment)}
         name, place = next(iter(known.items()))
         index.forget(name, place + 1)  # it is elsewhere: nothing to forget
