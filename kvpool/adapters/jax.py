@@ -31,37 +31,16 @@ PADDINGS = (-1, 0, 2_000_000)  # "no page" in Levanter's releases; any value tha
 @register_dataclass
 @dataclass(frozen=True)
 class PageBatchInfo:
-    """The arrays of one step for the device, int32, static shapes: S = max_seqs, W = pages_per_seq, T = max_tokens.
+    """The arrays of one step for the device, int32, static shapes: S = max_seqs, W = pages_per_seq, T = max_tokens."""
 
-    Attributes
-    ----------
-    slot_ids : ``[S]``
-        Slot of each sequence in the pool, padded.
-    page_indices : ``[S, W]``
-        Pages of each sequence in order, padded.
-    seq_lens : ``[S]``
-        Length after this step, 0 for padding.
-    cu_q_lens : ``[S + 1]``
-        Prefix sums of the new tokens per sequence, flat at the end.
-    num_seqs : ``[1]``
-        Sequences that are not padding.
-    new_token_dests : ``[T]``
-        ``page * page_size + slot`` of each new token, padded with a value that no page has.
-    positions : ``[T]``
-        Position of each new token, 0 for padding.
-    copies : ``[S, 3]``
-        (source page, target page, tokens) to copy before anything is written; (0, 0, 0) does nothing.
-    page_size : int, static
-    """
-
-    slot_ids: jax.Array
-    page_indices: jax.Array
-    seq_lens: jax.Array
-    cu_q_lens: jax.Array
-    num_seqs: jax.Array
-    new_token_dests: jax.Array
-    positions: jax.Array
-    copies: jax.Array
+    slot_ids: jax.Array  #: ``[S]``, slot of each sequence in the pool, padded
+    page_indices: jax.Array  #: ``[S, W]``, pages of each sequence in order, padded
+    seq_lens: jax.Array  #: ``[S]``, length after this step, 0 for padding
+    cu_q_lens: jax.Array  #: ``[S + 1]``, prefix sums of the new tokens per sequence, flat at the end
+    num_seqs: jax.Array  #: ``[1]``, sequences that are not padding
+    new_token_dests: jax.Array  #: ``[T]``, ``page * page_size + slot`` of each, padded with a value that no page has
+    positions: jax.Array  #: ``[T]``, position of each new token, 0 for padding
+    copies: jax.Array  #: ``[S, 3]``, (source page, target page, tokens) to copy before any write; (0, 0, 0): nothing
     page_size: int = field(metadata={"static": True})
 
 

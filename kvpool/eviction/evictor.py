@@ -16,8 +16,6 @@ from kvpool._core import Plan, Pool
 from kvpool.eviction.policies import Policy, check_backend
 from kvpool.groups import Group
 
-__all__ = ["Evictor", "Memory", "Observed", "block_sums"]
-
 
 @dataclass
 class Observed:

@@ -22,23 +22,12 @@ from kvpool.scheduler.state import Core, DecodeBatch, Step
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Decoding:
-    """A sequence that decodes, as a proposer sees it.
-
-    Attributes
-    ----------
-    request : Request
-    index : int
-        Number of the sequence in its request.
-    generated : int32
-        Its tokens so far, at least one. The array holds during the call.
-    most : int
-        How many drafts it may have. More are ignored.
-    """
+    """A sequence that decodes, as a proposer sees it."""
 
     request: Request
-    index: int
-    generated: NDArray[int32]
-    most: int
+    index: int  #: number of the sequence in its request
+    generated: NDArray[int32]  #: its tokens so far, at least one; the array holds during the call
+    most: int  #: how many drafts it may have; more are ignored
 
     @property
     def known(self) -> NDArray[int32]:

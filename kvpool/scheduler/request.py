@@ -183,37 +183,16 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Output:
-    """One sequence that has ended.
+    """One sequence that has ended."""
 
-    Attributes
-    ----------
-    id : hashable
-        The id of the request.
-    index : int
-        Number of the sample. With a beam: the rank of the hypothesis, best first.
-    tokens : int32 ``[N]``
-        Generated tokens, with the eos token or the stop sequence that ended them.
-    logprobs : float32 ``[N]`` or None
-        As given to `update`. NaN for tokens without one.
-    score : float or None
-        Score of a hypothesis of a beam.
-    finish_reason : str
-        ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"`` or ``"deadline"``.
-    num_cached : int
-        Prompt tokens that the prefix cache had when the request was first admitted.
-    preemptions : int
-        How often this sequence lost its blocks and was recomputed.
-    times : Times
-    """
-
-    id: Hashable
-    index: int
-    tokens: NDArray[int32]
-    logprobs: NDArray[np.float32] | None
-    score: float | None
-    finish_reason: str
-    num_cached: int
-    preemptions: int
+    id: Hashable  #: the id of the request
+    index: int  #: number of the sample; with a beam: the rank of the hypothesis, best first
+    tokens: NDArray[int32]  #: ``[N]``, generated, with the eos token or the stop sequence that ended them
+    logprobs: NDArray[np.float32] | None  #: ``[N]``, as given to `update`, NaN for tokens without one
+    score: float | None  #: of a hypothesis of a beam
+    finish_reason: str  #: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"`` or ``"deadline"``
+    num_cached: int  #: prompt tokens that the prefix cache had when the request was first admitted
+    preemptions: int  #: how often this sequence lost its blocks and was recomputed
     times: Times
 
 

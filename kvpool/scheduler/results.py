@@ -306,8 +306,6 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
         if core.eviction is not None and seen is not None:
             core.eviction.memory.put(sequence.lane, seen)
         rows.shared[sequence.lane] = core.needs.shares(computed - gone)
-    if len(live) > 1:
-        rows.shared[live[0].lane] = core.needs.shares(computed - gone)
     return [core.finish(sequence, reason, now) for sequence, reason in outputs]
 
 

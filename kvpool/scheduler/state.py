@@ -205,55 +205,28 @@ class LaneRows:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Step:
-    """One batch. The arrays hold until `update` or `fail`.
-
-    Attributes
-    ----------
-    plan : Plan
-        The plan of the pool's step: copies, writes, reads.
-    num_decodes : int
-        Number of decodes. They are the first rows: one token each, and its drafts. Prefill chunks follow.
-    num_drafts : int
-        Inputs of decodes that are drafts (`Scheduler`, ``speculate``).
-    taken : bool ``[M]`` or None
-        Which sampled tokens `update` has taken: not those of rows that had ended or were cancelled, nor those behind a
-        wrong draft or an end. None: all.
-    handles : int64 ``[S]``
-    lanes : int32 ``[S]``
-        The scheduler's lane of each row.
-    num_new : int64 ``[S]``
-        New tokens of each row.
-    tokens : int32 ``[T]``
-        Inputs, row after row. -1: not known yet, see `follows`.
-    follows : int32 ``[T]`` or None
-        Of a step that was planned while another one is out: which sample of that step each input is. -1: `tokens` has
-        it. None: the step waits for no other.
-    requests : list of Request
-        The request of each sample, length M. Its `id` is what `Scheduler.add` has returned.
-    sample_at : int32 ``[M]``
-        Which of the T positions are sampled, ascending. A position occurs once per sample.
-    sample_lane, sample_index, sample_position : int32 ``[M]``
-        The scheduler's lane, the number of the sample in its request, the tokens that it has generated so far.
-    beam_width : int32 ``[M]``
-        Beam width of the request. 0: no beam.
-    """
+    """One batch of S rows, T tokens and M samples. The arrays hold until `update` or `fail`."""
 
     _rows: LaneRows
-    plan: Plan
+    plan: Plan  #: of the pool's step: copies, writes, reads
     batch: DecodeBatch | None  # the decodes, if each samples one token
-    tokens: NDArray[int32]
-    num_decodes: int
-    lanes: NDArray[int32]
-    handles: NDArray[int64]
-    num_new: NDArray[int64]
-    sample_at: NDArray[int32]
-    sample_lane: NDArray[int32]
-    sample_index: NDArray[int32]
-    beam_width: NDArray[int32]
-    sample_position: NDArray[int32] = field(init=False)
-    requests: list[Request] = field(init=False)
+    tokens: NDArray[int32]  #: ``[T]``, inputs, row after row; -1: not known yet, see `follows`
+    num_decodes: int  #: they are the first rows: one token each, and its drafts; prefill chunks follow
+    lanes: NDArray[int32]  #: ``[S]``, the scheduler's lane of each row
+    handles: NDArray[int64]  #: ``[S]``
+    num_new: NDArray[int64]  #: ``[S]``, new tokens of each row
+    sample_at: NDArray[int32]  #: ``[M]``, which of the T positions are sampled, ascending, once per sample
+    sample_lane: NDArray[int32]  #: ``[M]``, the scheduler's lane
+    sample_index: NDArray[int32]  #: ``[M]``, number of the sample in its request
+    beam_width: NDArray[int32]  #: ``[M]``, of the request; 0: no beam
+    sample_position: NDArray[int32] = field(init=False)  #: ``[M]``, tokens that the sample has generated so far
+    requests: list[Request] = field(init=False)  #: of each sample; an `id` is what `Scheduler.add` has returned
+    #: ``[T]``, of a step that was planned while another one is out: which sample of that step each input is. -1:
+    #: `tokens` has it. None: the step waits for no other.
     follows: NDArray[int32] | None = None
-    num_drafts: int = 0
+    num_drafts: int = 0  #: inputs of decodes that are drafts (`Scheduler`, ``speculate``)
+    #: ``[M]``, which sampled tokens `update` has taken: not those of rows that had ended or were cancelled, nor those
+    #: behind a wrong draft or an end. None: all.
     taken: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:

@@ -25,21 +25,13 @@ Rows = np.ndarray | Sequence[np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The contents of one record of a layer group.
+    """The contents of one record of a layer group."""
 
-    Parameters
-    ----------
-    block_size : int
-        Tokens of a block. A state group has the pool's grain: its record is the state after these tokens.
-    nbytes : int
-        Bytes of a block as ``export_blocks`` returns it, all columns of it; or of a state.
-    content : str
-        Everything that gives these bytes their meaning: ``repr`` of the specs, kind of the group, dtype, bits. Two
-        layouts with different texts share nothing.
-    """
-
+    #: Tokens of a block. A state group has the pool's grain: its record is the state after these tokens.
     block_size: int
-    nbytes: int
+    nbytes: int  #: bytes of a block as ``export_blocks`` returns it, all columns of it; or of a state
+    #: Everything that gives these bytes their meaning: ``repr`` of the specs, kind of the group, dtype, bits. Two
+    #: layouts with different texts share nothing.
     content: str
 
     def __post_init__(self) -> None:
@@ -143,25 +135,12 @@ def prefix_keys(tokens: Any, block_size: int, namespace: bytes = b"", key: bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """The names of n blocks of one layer group. `Layout.blocks` makes them.
+    """The names of n blocks of one layer group. `Layout.blocks` makes them."""
 
-    Attributes
-    ----------
-    keys : uint8 ``[n, 16]``
-        Of the prefix up to the end of each block.
-    parents : uint8 ``[n, 16]``
-        Of the prefix up to its beginning.
-    tokens : int32 ``[n, block_size]``
-        Of the block alone.
-    namespace : bytes
-        Digest of the namespace, 16 bytes.
-    group : int
-    """
-
-    keys: np.ndarray
-    parents: np.ndarray
-    tokens: np.ndarray
-    namespace: bytes
+    keys: np.ndarray  #: uint8 ``[n, 16]``, of the prefix up to the end of each block
+    parents: np.ndarray  #: uint8 ``[n, 16]``, of the prefix up to its beginning
+    tokens: np.ndarray  #: int32 ``[n, block_size]``, of the block alone
+    namespace: bytes  #: digest of the namespace, 16 bytes
     group: int = 0
 
     def __len__(self) -> int:
