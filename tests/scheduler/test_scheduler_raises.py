@@ -13,7 +13,6 @@ from operator import attrgetter
 
 import numpy as np
 import pytest
-from schedules import digest
 
 from kvpool import Group, KVSpec, Pool, Request, Scheduler
 from kvpool.eviction import H2O, Evictor
@@ -172,9 +171,9 @@ class Run:
 
 def sample(step):
     """Return tokens that depend on the request and on how many it has, and continuations of beams."""
-    keys = zip(step.requests, step.sample_index.tolist(), step.sample_position.tolist(), strict=True)
-    tokens = np.array([digest([request.id, *key]) % 50 for request, *key in keys], np.int32)
-    seeds = [digest([one.id, *step.generated(at)]) for at, one in enumerate(step.requests) if one.beam_width]
+    keys = zip([one.id for one in step.requests], step.sample_index, step.sample_position, strict=True)
+    tokens = np.array([hash(tuple(map(int, key))) % 50 for key in keys], np.int32)
+    seeds = [[one.id, *step.generated(at)] for at, one in enumerate(step.requests) if one.beam_width]
     if not seeds:
         return tokens, None
     scores = np.array([np.random.default_rng(seed).normal(size=8) - 3 for seed in seeds], np.float32)

@@ -2,35 +2,29 @@
 
 import numpy as np
 import pytest
-from schedules import Machine, greedy, next_token
+from schedules import MODEL, Machine, greedy
 
 from kvpool import Group, Pool, Request, Scheduler
 
 
-class HostTier:
-    """Keeps the content of the blocks that are spilled to it."""
+class Spilling(Machine):
+    """Executes the steps of a scheduler whose tier it is: it keeps the content of the blocks that are spilled."""
 
-    def __init__(self, pool):
-        self.size, self.content = pool.block_size, {}
-
-    def slots(self, blocks):
-        return [block * self.size + place for block in blocks.tolist() for place in range(self.size)]
+    def __init__(self, pool, **options):
+        super().__init__(Scheduler(pool, watermark=0, tier=self, **options), pool)
 
     def spill_to_host(self, handle, blocks):
-        return [self.content.get(slot) for slot in self.slots(blocks)]
+        return self.memory.save(blocks)
 
     def prefetch(self, kept, handle, blocks):
-        self.content.update(zip(self.slots(blocks), kept, strict=True))
+        self.memory.load(kept, blocks)
 
 
 def made(num_blocks, prefix_cache=False, **options):
     """A pool, a scheduler with a tier, and what executes its steps."""
     pool = Pool(num_blocks, 2, prefix_cache=prefix_cache, seed=1)
-    tier = HostTier(pool)
-    scheduler = Scheduler(pool, watermark=0, tier=tier, **options)
-    machine = Machine(scheduler, pool)
-    machine.content = tier.content
-    return pool, scheduler, machine
+    machine = Spilling(pool, **options)
+    return pool, machine.scheduler, machine
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -67,11 +61,11 @@ def test_tier_receives_the_blocks_of_each_full_group(prefix_cache):
             held = [(part.block_tables[row, :, 0], int(part.kv_lens[row])) for row in rows.tolist()]
             found.append([kept[ids[: -(-n // size)]].ravel()[:n].tolist() for ids, n in held])
         assert found[0] == found[1]
-        tokens = np.int32([next_token(context) for context in found[0]])
+        tokens = np.concatenate([np.empty(0, np.int32), *(MODEL.greedy(MODEL.states(one)[-1:]) for one in found[0])])
         outputs.update({(output.id, output.index): output for output in scheduler.update(step, tokens)})
         scheduler.check()
     assert {key: output.tokens.tolist() for key, output in outputs.items()} == {
-        (i, j): greedy(request)[0] for i, request in enumerate(requests) for j in range(request.n)
+        (i, j): greedy(request) for i, request in enumerate(requests) for j in range(request.n)
     }
     stats = scheduler.stats()
     assert stats.spills == tier.spilled > 0 and stats.preemptions == stats.recomputed_tokens == 0
@@ -97,7 +91,7 @@ def test_restored_sequence_holds_no_second_copy_of_what_is_cached(n):
         outputs += machine.step()[1]
         tables = {block for handle in scheduler.handles.tolist() for block in pool.table(handle).tolist()}
         assert pool.stats().used == len(tables)
-    assert {one.id: one.tokens.tolist() for one in outputs} == {one.id: greedy(one)[0] for one in requests}
+    assert {one.id: one.tokens.tolist() for one in outputs} == {one.id: greedy(one) for one in requests}
     assert pool.prefix.match([*range(100, 140), 1]) == 40
 
 
@@ -109,7 +103,7 @@ def until_spilled():
         scheduler.add(request)
     while not scheduler.stats().spilled:
         machine.step()
-    return pool, scheduler, machine, greedy(requests[0])[0]
+    return pool, scheduler, machine, greedy(requests[0])
 
 
 def test_tier_spilled_comes_back_before_those_who_wait():
