@@ -1,27 +1,18 @@
-"""Drafted tokens: every output is what decoding alone gives, whatever is drafted, and drafts take nothing from others.
-
-``KVPOOL_LONG=1`` runs 600 workloads instead of 40; ``KVPOOL_WORKLOAD=17`` runs number 17 alone. A failure names its
-number.
-"""
+"""Drafted tokens: every output is what decoding alone gives, and drafts take nothing from others."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 from eviction_workload import EvictedMemory
 from group_workload import GroupRunner, draw_groups, with_prefixes
-from scheduler_workload import Runner, Workload, draw
+from scheduler_workload import ONLY, Runner, Workload, draw, numbers
 from schedules import MODEL, Machine, greedy
 
 from kvpool import Group, Pool, Request, Scheduler
 from kvpool.eviction import H2O, Evictor
-
-COUNT = 600 if os.environ.get("KVPOOL_LONG") else 40
-ONLY = os.environ.get("KVPOOL_WORKLOAD")
-SEEDS = [int(ONLY)] if ONLY else range(COUNT)
 
 
 def drafting(workload: Workload) -> Workload:
@@ -38,8 +29,8 @@ def drafting(workload: Workload) -> Workload:
 @pytest.mark.long
 def test_random_workload_with_drafts_gives_what_decoding_alone_gives():
     drafted = accepted = preempted = 0
-    for seed in SEEDS:
-        counts = Runner(drafting(draw(seed)), check_every=1 if ONLY else 7).run().scheduler.stats()
+    for seed in numbers(40, 600):
+        counts = Runner(drafting(draw(seed))).run().scheduler.stats()
         drafted, accepted = drafted + counts.drafted_tokens, accepted + counts.accepted_tokens
         preempted += counts.preemptions
     assert ONLY or (drafted > 1000 and 0.2 < accepted / drafted < 0.8 and preempted > 20)
@@ -49,9 +40,9 @@ def test_random_workload_with_drafts_gives_what_decoding_alone_gives():
 @pytest.mark.parametrize("prefixes", [False, True])
 def test_random_workload_with_drafts_and_groups_gives_what_decoding_alone_gives(prefixes):
     accepted = rejected = 0
-    for seed in SEEDS[: COUNT // 2]:
+    for seed in numbers(20, 300):
         workload = drafting(draw_groups(seed))
-        runner = GroupRunner(with_prefixes(workload) if prefixes else workload, check_every=1 if ONLY else 5).run()
+        runner = GroupRunner(with_prefixes(workload) if prefixes else workload, check_every=5).run()
         counts = runner.scheduler.stats()
         accepted += counts.accepted_tokens
         rejected += counts.drafted_tokens - counts.accepted_tokens
