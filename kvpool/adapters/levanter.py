@@ -60,11 +60,6 @@ class Engine:
     prefix_cache : bool, default True
         Prompts with a common beginning share its pages, those of earlier calls too.
 
-    Attributes
-    ----------
-    pool : Pool
-    scheduler : Scheduler
-
     Raises
     ------
     ValueError

@@ -40,12 +40,6 @@ class Evictor:
     group : int, default 0
         Of a pool with layer groups the one that tokens leave: a full one. The backend holds each of its columns.
 
-    Attributes
-    ----------
-    memory : Memory
-    observed : Observed or None
-        For which queries `observe` is due. None: the newest of each row, as `KVBackend.attend` has it.
-
     Raises
     ------
     TypeError, ValueError
@@ -86,6 +80,7 @@ class Evictor:
         self.memory = Memory(policy, num_layers, spec.num_kv_heads, spec.block_size, num_rows)
         self._staged: list[Any] = [None] * num_layers
         self._step: tuple[np.ndarray, np.ndarray] | None = None  # rows of the step that is out, lengths after it
+        #: For which queries `observe` is due. None: the newest of each row, as `KVBackend.attend` has it.
         self.observed: Observed | None = None
         self._plan: Plan | None = None
 
@@ -236,20 +231,14 @@ class Memory:
         Of the cache.
     num_rows : int, default 0
         Sequences; new ones have no tokens.
-
-    Attributes
-    ----------
-    scores : float32 ``[L, B, Hk, C']``
-        Moving average per token, by its place in the table; C' is room.
-    known : int64 ``[B]``
-        Places whose score is known.
     """
 
     def __init__(self, policy: Policy, num_layers: int, num_kv_heads: int, block_size: int, num_rows: int = 0) -> None:
         self.policy = policy
         self.block_size = block_size
+        #: ``[L, B, Hk, C']``: moving average per token, by its place in the table; C' is room
         self.scores = np.zeros((num_layers, num_rows, num_kv_heads, 0), np.float32)
-        self.known = np.zeros(num_rows, np.int64)
+        self.known = np.zeros(num_rows, np.int64)  #: places whose score is known
         self._positions: list[np.ndarray | None] = [None] * num_rows  # [L, Hk, n] as of the last eviction
 
     # ------------------------------------------------------------------------------------------- rows

@@ -80,13 +80,6 @@ class DiskStore:
     refresh_seconds : float
         How often the directory is looked at for what other processes wrote.
 
-    Attributes
-    ----------
-    ready : threading.Event
-        Set when everything that was there at the start is known. Before that, lookups find less.
-    refused : dict of str to str
-        Segment files that cannot be used, and why.
-
     Raises
     ------
     TypeError, ValueError
@@ -134,8 +127,8 @@ class DiskStore:
         except BaseException:
             self._folder.close()
             raise
-        self.ready = Event()
-        self.refused: dict[str, str] = {}
+        self.ready = Event()  #: set when all that was there at the start is known; before that, lookups find less
+        self.refused: dict[str, str] = {}  #: segment files that cannot be used, and why
         self._lock = RLock()  # guards what follows, up to `_is_closed`
         self._index = form.Index()
         self._segments: dict[int, _Segment] = {}
