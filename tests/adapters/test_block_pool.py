@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from kvpool._core import Keys
@@ -247,7 +248,6 @@ def test_block_pool_keys_that_become_equal_are_convicted_by_check():
 
 
 def test_block_pool_arrays_are_ids():
-    np = pytest.importorskip("numpy")
     pool = BlockPool(6)
     ids = np.array(pool.get(3), np.int32)
     pool.cache(ids, "abc")

@@ -140,15 +140,6 @@ def test_sequences_of_a_manager_that_is_resized_read_what_was_written(backend):
 # ---------------------------------------------------------------------- tokens
 
 
-def test_decode_equals_dense_attention_for_every_length():
-    """Lengths 1 .. 13 cross the block boundary three times; multiples of block_size are among them."""
-    engine = Engine()
-    ids = [engine.new([1]), engine.new([2, 3, 4, 5]), engine.new([6, 7])]
-    for token in range(10, 22):
-        engine.check(ids)
-        engine.append({seq_id: [token + seq] for seq, seq_id in enumerate(ids)})
-
-
 def test_ensure_tail_capacity_takes_blocks_and_copies_without_growing():
     engine = Engine()
     parent = engine.new([1, 2, 3, 4, 5, 6])
