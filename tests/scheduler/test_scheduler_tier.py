@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from schedules import MODEL, Machine, greedy
+from token_model import TokenMemory
 
 from kvpool import Group, Pool, Request, Scheduler
 
@@ -27,48 +28,39 @@ def made(num_blocks, prefix_cache=False, **options):
     return pool, machine.scheduler, machine
 
 
+class SpillingTwo(Spilling):
+    """The same for a pool of two full groups, which hold the same tokens."""
+
+    def __init__(self, pool, size, **options):
+        super().__init__(pool, **options)
+        self.groups = self.memory, TokenMemory(MODEL, 64, size, group=1)
+
+    def execute(self, step):
+        one, other = (memory.forward(step.tokens, step.plan)[step.sample_at] for memory in self.groups)
+        assert np.array_equal(one, other)
+        return one
+
+    def spill_to_host(self, handle, blocks):
+        return [memory.save(ids.ravel()) for memory, ids in zip(self.groups, blocks, strict=True)]
+
+    def prefetch(self, kept, handle, blocks):
+        for memory, part, ids in zip(self.groups, kept, blocks, strict=True):
+            memory.load(part, ids.ravel())
+
+
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_tier_receives_the_blocks_of_each_full_group(prefix_cache):
-    sizes = 2, 4
     groups = [Group.full(), Group.full(block_size=4, arena=1, num_blocks=12)]
-    pool = Pool(16, 2, groups=groups, prefix_cache=prefix_cache, seed=1)
-    memory = [np.full((64, size), -1) for size in sizes]  # of each group: tokens by block and place
-
-    class Tier:
-        spilled = 0
-
-        def spill_to_host(self, handle, blocks):
-            self.spilled += 1
-            return [kept[ids.ravel()].copy() for kept, ids in zip(memory, blocks, strict=True)]
-
-        def prefetch(self, kept, handle, blocks):
-            for into, rows, ids in zip(memory, kept, blocks, strict=True):
-                into[ids.ravel()] = rows
-
-    tier = Tier()
-    scheduler = Scheduler(pool, watermark=0, prefill_chunk=3, tier=tier)
+    machine = SpillingTwo(Pool(16, 2, groups=groups, prefix_cache=prefix_cache, seed=1), 4, prefill_chunk=3)
     requests = [Request(range(10 * i, 10 * i + 4 + i), max_tokens=15, n=1 + i % 2) for i in range(4)]
     for request in requests:
-        scheduler.add(request)
-    outputs = {}
-    while (step := scheduler.schedule()) is not None:
-        plan, found = step.plan, []
-        for part, kept, size in zip(plan.groups, memory, sizes, strict=True):
-            for src, dst, n in part.copies.tolist():
-                kept[dst, :n] = kept[src, :n]
-            kept.reshape(-1)[part.slot_mapping[0]] = step.tokens
-            rows = np.searchsorted(plan.cu_q_lens, step.sample_at, side="right") - 1
-            held = [(part.block_tables[row, :, 0], int(part.kv_lens[row])) for row in rows.tolist()]
-            found.append([kept[ids[: -(-n // size)]].ravel()[:n].tolist() for ids, n in held])
-        assert found[0] == found[1]
-        tokens = np.concatenate([np.empty(0, np.int32), *(MODEL.greedy(MODEL.states(one)[-1:]) for one in found[0])])
-        outputs.update({(output.id, output.index): output for output in scheduler.update(step, tokens)})
-        scheduler.check()
-    assert {key: output.tokens.tolist() for key, output in outputs.items()} == {
+        machine.scheduler.add(request)
+    assert {key: output.tokens.tolist() for key, output in machine.run().items()} == {
         (i, j): greedy(request) for i, request in enumerate(requests) for j in range(request.n)
     }
-    stats = scheduler.stats()
-    assert stats.spills == tier.spilled > 0 and stats.preemptions == stats.recomputed_tokens == 0
+    machine.scheduler.check()
+    stats = machine.scheduler.stats()
+    assert stats.spills > 0 and stats.preemptions == stats.recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("n", [1, 2])
