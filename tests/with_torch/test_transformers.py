@@ -37,7 +37,7 @@ VOCAB, NEW, WINDOW = 320, 12, 12
 LENGTHS = (3, 17, 12, 9, 40, 5, 13, 21)  # each second one with a common beginning; shorter than the window, and longer
 S, F = "sliding_attention", "full_attention"
 MODELS = {  # 5 windows and 2 full layers share no divisor; gpt-oss has as many of each; Mistral has windows alone
-    "llama": (LlamaConfig, {"num_hidden_layers": 2}),
+    "llama": (LlamaConfig, {"num_hidden_layers": 2, "sliding_window": None}),
     "gemma3": (Gemma3TextConfig, {"num_hidden_layers": 7, "layer_types": [S, S, F, S, S, F, S]}),
     "gpt_oss": (
         GptOssConfig,
@@ -67,7 +67,7 @@ def model(request):
     """A model whose greedy output wanders: a wrong block shows."""
     torch.manual_seed(0)
     kind, layers = MODELS[request.param]
-    model = AutoModelForCausalLM.from_config(kind(**SIZES, **layers)).float().eval()
+    model = AutoModelForCausalLM.from_config(kind(**SIZES | layers)).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
