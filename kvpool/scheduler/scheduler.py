@@ -523,8 +523,7 @@ class Scheduler:
         new: NDArray[int64] | None = None,
         before: Step | None = None,
     ) -> Step:
-        """Step the pool once. `new`: the new tokens of each decode, if there are drafts. `before`: a step that is out.
-        """
+        """Step the pool once. `new`: tokens of each decode, if there are drafts. `before`: a step that is out."""
         core, rows = self._core, self._core.rows
         decodes, plain = (0, None) if batch is None else (len(batch.lanes), batch if batch.plain else None)
         if batch is None or chunks or new is not None:

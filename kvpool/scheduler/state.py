@@ -125,11 +125,14 @@ class LaneRows:
     def make_room(self, width: int) -> None:
         """Let the token buffers hold `width` tokens per lane."""
         old = self.tokens.shape[1]
-        if width > old:
-            more = (0, 0), (0, max(width - old, old))
-            self.tokens = np.pad(self.tokens, more)
-            if self.logprobs is not None:
-                self.logprobs = np.pad(self.logprobs, more, constant_values=np.nan)
+        if width <= old:
+            return
+        tokens = np.zeros((self.size, max(width, 2 * old)), np.int32)
+        tokens[:, :old] = self.tokens
+        self.tokens, logprobs = tokens, self.logprobs
+        if logprobs is not None:
+            self.logprobs = np.full(tokens.shape, np.nan, np.float32)
+            self.logprobs[:, :old] = logprobs
 
     def need_logprobs(self) -> NDArray[float32]:
         """Return the buffer of logprobs. Make it if there is none."""
