@@ -63,7 +63,8 @@ class EventPublisher:
     Parameters
     ----------
     endpoint : str
-        Where subscribers connect, such as ``tcp://127.0.0.1:5557``.
+        Where subscribers connect, such as ``tcp://127.0.0.1:5557``. The attributes `endpoint` and `replay` have the
+        port that was free for ``*``.
     replay : str, optional
         Where they ask for what they missed.
     topic : str, default ""
@@ -73,11 +74,6 @@ class EventPublisher:
         Where the blocks are, in vLLM's words.
     rank : int, optional
         The data-parallel rank of every batch.
-
-    Attributes
-    ----------
-    endpoint, replay : str
-        The addresses, where ``*`` as a port was given the ones that were free.
 
     Raises
     ------
@@ -104,12 +100,9 @@ class EventPublisher:
             raise OSError(f"[EventPublisher] {places} cannot be bound: {error.strerror}") from error
 
     def publish(self, events: Iterable[tuple[Any, ...]]) -> None:
-        """Send what `pool.prefix.events()` returned. It never waits for a reader; without events it sends nothing.
+        """Send what `pool.prefix.events()` returned, if it is anything. It never waits for a reader.
 
-        Raises
-        ------
-        ValueError
-            The publisher is closed.
+        ValueError if the publisher is closed.
         """
         told = on_the_wire(events, self._medium)
         with self._lock:

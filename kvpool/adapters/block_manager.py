@@ -1,18 +1,12 @@
-"""`KVBlockManager`: a pool and its KV storage behind one object, for simple engines.
+"""`KVBlockManager`: a pool and its KV storage behind one object, with the methods of the MLX paged-attention plan.
 
-Every method is a call or two of `kvpool.Pool` and of a `GroupStorage`. The manager keeps no other state. Its methods
-are those of the MLX paged-attention plan. A sequence's id is its pool handle, so a stale id is an error, not another
-sequence.
-
-One decode step::
+A sequence's id is its pool handle, so a stale id is an error, not another sequence. One decode step::
 
     slots = manager.step(ids)                            # one new token per sequence, copy-on-write included
     tables, lens = manager.batch_tables(ids)
     for layer in range(num_layers):
         manager.write(layer, k, v, slots)                # k, v [B, n_kv_heads, head_dim], RoPE applied
         out = manager.paged_attention(q, tables, lens, layer)
-
-If your engine runs ahead of the device, or needs other wire formats, use `Pool`, `Plan` and a backend directly.
 """
 
 from __future__ import annotations
@@ -46,8 +40,6 @@ class TailView(NamedTuple):
 
 class KVBlockManager:
     """Blocks, sequences and KV storage of layers that all keep every token in one shape: one table.
-
-    Models whose layers differ need a `Pool` with groups and a `kvpool.group_storage.GroupStorage`.
 
     Parameters
     ----------
@@ -115,11 +107,7 @@ class KVBlockManager:
             raise ValueError("[KVBlockManager] give either num_blocks or memory")
         self.spec = spec
         self.pool = Pool(
-            num_blocks,
-            spec.block_size,
-            max_seqs=max_seqs,
-            max_blocks_per_seq=max_blocks_per_seq,
-            watermark=watermark,
+            num_blocks, spec.block_size, max_seqs=max_seqs, max_blocks_per_seq=max_blocks_per_seq, watermark=watermark
         )
         self.storage = GroupStorage(factory, self.pool, [spec])
         self.backend: KVBackend = self.storage.backends[0]  # it holds all layers
@@ -127,8 +115,6 @@ class KVBlockManager:
 
     def __repr__(self) -> str:
         return f"<kvpool.adapters.block_manager.KVBlockManager: {self.pool!r} on {self.backend!r}>"
-
-    # ---------------------------------------------------------------------- sequences
 
     def new_sequence(self, prompt_len: int = 0) -> BlockTableView:
         """A new sequence of length 0, with the blocks of `prompt_len` tokens set aside for it."""
@@ -239,9 +225,8 @@ class KVBlockManager:
         tokens
             The prompt, or what is left of it.
         forward : callable
-            ``forward(chunk, start_pos) -> (k_layers, v_layers)``, the model's K ``[n, Hk, D]`` and V of every
-            layer. The chunk's positions are planned when it is called, so it may attend to everything
-            that was written.
+            ``forward(chunk, start_pos) -> (k_layers, v_layers)``, the model's K ``[n, Hk, D]`` and V of every layer. It
+            may attend to everything that was written.
 
         Yields
         ------
@@ -253,11 +238,8 @@ class KVBlockManager:
         OutOfBlocks
             The next chunk does not fit; the earlier ones stay.
         ValueError
-            `forward` did not return K and V of every layer.
-
-        Notes
-        -----
-        If `forward` raises, the sequence is as long as before that chunk, and has no blocks for the rest of the prompt.
+            `forward` did not return K and V of every layer. As when it raises, the sequence is as long as before that
+            chunk, and has no blocks for the rest of the prompt.
         """
         max_chunk_tokens = checked_int("prefill_into_kv", "max_chunk_tokens", max_chunk_tokens)
         for begin in range(0, len(tokens), max_chunk_tokens):
@@ -267,10 +249,8 @@ class KVBlockManager:
             try:
                 k_layers, v_layers = forward(chunk, start_pos)
                 if not len(k_layers) == len(v_layers) == self.spec.num_layers:
-                    raise ValueError(
-                        f"[prefill_into_kv] forward gave K of {len(k_layers)} and V of {len(v_layers)} "
-                        f"layers, the spec has {self.spec.num_layers}"
-                    )
+                    given = f"K of {len(k_layers)} and V of {len(v_layers)} layers"
+                    raise ValueError(f"[prefill_into_kv] forward gave {given}, the spec has {self.spec.num_layers}")
                 for layer, (k, v) in enumerate(zip(k_layers, v_layers, strict=True)):
                     self.write_prefill(seq_id, layer, k, v, start_pos)
             except BaseException:
@@ -304,12 +284,12 @@ class KVBlockManager:
         layer_idx : int
         kv_head_mapping : ``[n_heads]``, optional
             Only contiguous groups, the default: head h reads KV head ``h // (n_heads // n_kv_heads)``.
-        rope_freqs : None
-            Must be None. The model rotates q and k before it calls.
+        rope_freqs, attn_mask : None
+            Must be None. The model rotates q and k before it calls, and the mask is causal.
         scale : float, optional
             ``1 / sqrt(head_dim)`` by default.
-        causal, attn_mask
-            Only the causal mask.
+        causal : bool
+            False for one token alone, whose mask is the same.
         return_attn : bool
             Also return the weights ``[B, n_heads, n, C]``, for debugging, with a backend that has them ("numpy").
 

@@ -1,18 +1,7 @@
 """`BlockPool`: blocks for an engine that keeps its own block tables and its own content keys.
 
-It has the calls that such engines expect of a block pool: get new blocks, touch cached ones, free a request's blocks
-in the order in which they may be evicted, look up content keys, evict, usage. Block 0 is the null block: it means "no
-block" in a table and is never handed out. Counts, eviction order and refusals are those of `Pool.blocks`. For example,
-freeing a block twice raises and changes nothing.
-
-A scheduler that has ``kv_cache_manager.block_pool`` calls:
-
-    ids = pool.lookup(keys)                     # longest cached prefix, nothing changes
-    pool.room(ids) >= n                         # would n new blocks be there, with these held? nothing changes
-    pool.touch(ids)                             # now it cannot be evicted
-    table = ids + pool.get(n)                   # OutOfBlocks, and nothing was taken: undo with free(ids)
-    pool.cache(table[a:b], keys[a:b])           # blocks that are full and computed
-    pool.free(table[::-1])                      # the request is over: its tail is evicted first
+Block 0 is the null block: it means "no block" in a table and is never handed out. Counts, eviction order and refusals
+are those of `Pool.blocks`. docs/embedding.md has an example.
 """
 
 from __future__ import annotations
@@ -65,8 +54,6 @@ class BlockPool:
 
     Ids are a list of ints or an int32 array, none of them twice. Errors of the core name the core's call:
     `take` for `get`, `release` for `free`, `mark_cached` for `cache`, `uncache` for `evict`.
-
-    Invariants, recomputed by `check`: keys and blocks are one to one; a block with a key is referenced or evictable.
     """
 
     null_block = NULL_BLOCK
@@ -97,7 +84,6 @@ class BlockPool:
         return self._blocks.usage
 
     def stats(self) -> BlockPoolStats:
-        """Usage, and how often keys were found and lost."""
         counted = self._queries, self._hits, self._evictions
         return BlockPoolStats(self.usage, self.num_free, self.num_cached, *counted)
 
@@ -111,13 +97,7 @@ class BlockPool:
         return self._blocks.refcount(block)
 
     def room(self, hits: BlockIds = ()) -> int:
-        """Blocks that `get` can hand out once these are touched. Nothing changes, and nothing is counted.
-
-        Raises
-        ------
-        IndexError
-            There is no such block.
-        """
+        """Blocks that `get` can hand out once these are touched. IndexError if there is no such block."""
         free = {int(block) for block in hits if not self._references[block]} - {NULL_BLOCK}
         return self._blocks.num_free - len(free)
 
@@ -244,7 +224,7 @@ class BlockPool:
         return told
 
     def check(self) -> None:
-        """Recompute every invariant. O(blocks)."""
+        """Recompute the invariants: keys and blocks are one to one, and a block with a key is cached. O(blocks)."""
         self._pool.check()
         try:
             keyed = self._keys.check()

@@ -1,20 +1,9 @@
-"""Ragged paged attention in JAX: Levanter's wire format, written by a kvpool pool.
+"""Ragged paged attention in JAX: Levanter's wire format, written by a kvpool pool; docs/embedding.md is the page.
 
 The KV of a layer is one array ``[pages, page_size, 2 * kv_heads, head_dim]`` with K and V heads interleaved
 (k0, v0, k1, v1, ...), which is what JAX's own ``ragged_paged_attention`` reads. JAX arrays are values, so `update` and
-`copy_pages` return the next one; donate the old one to the jitted step and XLA writes in place.
-
-    pages = PageTable(num_pages=256, page_size=16, max_seqs=8, pages_per_seq=32, max_tokens=64)
-    seq = pages.open(len(prompt))
-    info = pages.allocate([seq], [len(prompt)])      # PageBatchInfo, static shapes: [max_seqs], [max_tokens]
-    logits, kv = step(params, kv, tokens, info)      # jitted once, never again
-    pages.done()
-
-Clones are forks: they share every full page and copy the last one when it is written. Finished sequences give their
-pages back in the loop. A reset touches no KV. Layers that differ are layer groups of one pool, each with tables of its
-own (``groups=``); then `allocate` says with ``group=`` whose arrays it returns, and `PageTable.info` has those of the
-others. The arrays of a plan are copied when they go to the device, because on a
-CPU JAX would otherwise share them with the next step.
+`copy_pages` return the next one; donate the old one to the jitted step and XLA writes in place. The arrays of a plan
+are copied when they go to the device, because on a CPU JAX would otherwise share them with the next step.
 """
 
 from __future__ import annotations
@@ -42,37 +31,16 @@ PADDINGS = (-1, 0, 2_000_000)  # "no page" in Levanter's releases; any value tha
 @register_dataclass
 @dataclass(frozen=True)
 class PageBatchInfo:
-    """The arrays of one step for the device, int32, static shapes: S = max_seqs, W = pages_per_seq, T = max_tokens.
+    """The arrays of one step for the device, int32, static shapes: S = max_seqs, W = pages_per_seq, T = max_tokens."""
 
-    Attributes
-    ----------
-    slot_ids : ``[S]``
-        Slot of each sequence in the pool, padded.
-    page_indices : ``[S, W]``
-        Pages of each sequence in order, padded.
-    seq_lens : ``[S]``
-        Length after this step, 0 for padding.
-    cu_q_lens : ``[S + 1]``
-        Prefix sums of the new tokens per sequence, flat at the end.
-    num_seqs : ``[1]``
-        Sequences that are not padding.
-    new_token_dests : ``[T]``
-        ``page * page_size + slot`` of each new token, padded with a value that no page has.
-    positions : ``[T]``
-        Position of each new token, 0 for padding.
-    copies : ``[S, 3]``
-        (source page, target page, tokens) to copy before anything is written; (0, 0, 0) does nothing.
-    page_size : int, static
-    """
-
-    slot_ids: jax.Array
-    page_indices: jax.Array
-    seq_lens: jax.Array
-    cu_q_lens: jax.Array
-    num_seqs: jax.Array
-    new_token_dests: jax.Array
-    positions: jax.Array
-    copies: jax.Array
+    slot_ids: jax.Array  #: ``[S]``, slot of each sequence in the pool, padded
+    page_indices: jax.Array  #: ``[S, W]``, pages of each sequence in order, padded
+    seq_lens: jax.Array  #: ``[S]``, length after this step, 0 for padding
+    cu_q_lens: jax.Array  #: ``[S + 1]``, prefix sums of the new tokens per sequence, flat at the end
+    num_seqs: jax.Array  #: ``[1]``, sequences that are not padding
+    new_token_dests: jax.Array  #: ``[T]``, ``page * page_size + slot`` of each, padded with a value that no page has
+    positions: jax.Array  #: ``[T]``, position of each new token, 0 for padding
+    copies: jax.Array  #: ``[S, 3]``, (source page, target page, tokens) to copy before any write; (0, 0, 0): nothing
     page_size: int = field(metadata={"static": True})
 
 
@@ -89,8 +57,9 @@ class PageTable:
         Means "no page" and "no slot", see `PADDINGS`: not 1 .. num_pages * page_size - 1. A page that a window has let
         go is page 0.
     groups : sequence of Group, optional
-        Of the layers, each with one column and KV arrays of its own, full or with a window. `num_pages` counts the
-        pages of arena 0; a group in another arena says ``num_blocks=``.
+        Of layers that differ, each with one column, KV arrays and tables of its own, full or with a window. `num_pages`
+        counts the pages of arena 0; a group in another arena says ``num_blocks=``. `allocate` says with ``group=``
+        whose arrays it returns, `info` has those of the others.
 
     Raises
     ------
@@ -146,13 +115,7 @@ class PageTable:
         return self.info(group)
 
     def info(self, group: int | None = None) -> PageBatchInfo:
-        """The arrays of the newest step for one layer group: those that `allocate` returns.
-
-        Raises
-        ------
-        ValueError
-            No such group, or none is named though there are several.
-        """
+        """The arrays of the newest step for one layer group, as `allocate` returns them."""
         plan, number = self.plan, self._part("info", group)
         part = plan.groups[number]
         self._copies[: len(part.copies)] = part.copies
@@ -171,7 +134,6 @@ class PageTable:
         )
 
     def _part(self, call: str, group: int | None) -> int:
-        """Return which group is meant, or raise."""
         groups = self.pool.options.groups
         text = ", ".join(f"group={i} ({g.kind}{f' {g.size}' if g.size else ''})" for i, g in enumerate(groups))
         if group is None and len(groups) > 1:

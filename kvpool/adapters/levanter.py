@@ -1,17 +1,8 @@
 """Levanter's text generation on a kvpool pool: its models, requests and sampler, without its page table.
 
-`Engine` stands in for Levanter's ``InferenceEngine``. `kvpool.Scheduler` decides which tokens the next step computes,
-the pool says where their KV goes, and Levanter's ``model.decode`` computes them over its own page cache.
-
-    engine = Engine(model, tokenizer, InferenceEngineConfig(max_seq_len=1024, max_seqs=64, max_pages=512))
-    result = engine.generate(requests)  # any number of them: they are admitted while others run
-    engine.model = trained  # forgets the prefixes that are cached, keeps the pages
-
-- A sequence that ends gives its pages back before the next step is planned. No call zeroes pages.
-- Samples of a prompt are forks. They share its full pages, and copy the last one when they write to it.
-- Where pages are short, requests wait, and the last one is preempted. Only a sequence that does not fit alone is an
-  error, before anything runs.
-- Prompts longer than ``max_prefill_size`` are computed in chunks, and decodes of others go on beside them.
+`Engine` stands in for Levanter's ``InferenceEngine``; docs/embedding.md says in what the two differ. `kvpool.Scheduler`
+decides which tokens the next step computes, the pool says where their KV goes, and Levanter's ``model.decode`` computes
+them over its own page cache.
 """
 
 from __future__ import annotations
@@ -69,11 +60,6 @@ class Engine:
     prefix_cache : bool, default True
         Prompts with a common beginning share its pages, those of earlier calls too.
 
-    Attributes
-    ----------
-    pool : Pool
-    scheduler : Scheduler
-
     Raises
     ------
     ValueError
@@ -108,7 +94,6 @@ class Engine:
 
     @classmethod
     def from_model_with_config(cls, *args: Any, **options: Any) -> Engine:
-        """The constructor, by the name that it has in Levanter."""
         return cls(*args, **options)
 
     @property
@@ -190,13 +175,7 @@ class Engine:
             raise
 
     def step(self) -> list[Output]:
-        """Compute one step. Returns the samples that ended with it.
-
-        Raises
-        ------
-        Exception
-            What the model raised. The engine is as after `reset`.
-        """
+        """Compute one step. Returns the samples that ended with it. If the model raises, the engine is reset."""
         step = self.scheduler.schedule()
         try:
             return [] if step is None else self.scheduler.update(step, *self._run(step))
@@ -212,7 +191,6 @@ class Engine:
             self._pages, self._layout = self._new_cache()
 
     def score_token_logprobs(self, token_ids: Sequence[int], top_k: int) -> TokenSequenceLogprobs:
-        """Log-probabilities of a text's tokens, which Levanter computes without pages."""
         return score_token_sequence_logprobs(self.model, token_ids, top_k)
 
     def _new_scheduler(self) -> Scheduler:

@@ -2,9 +2,8 @@
 
 With tensor parallelism every rank holds some of the KV heads of every block. A pool is deterministic: the same calls
 give the same block ids. So each rank runs its own pool on the same requests, and no table is ever sent. `Ranks.step`
-detects ranks that differ before they run collective operations that do not match. It compares `Pool.digest`, which
-chains every call and its results, and a hash of the batch, with one all-gather of eight bytes a rank. The digest of a
-pool with layer groups covers all of them. Then it watches over the forward pass that follows:
+detects ranks that differ before they run collective operations that do not match: it compares `Pool.digest`, which
+chains every call and its results, and a hash of the batch. Then it watches over the forward pass that follows:
 
     model.shard(group)                                # mlx-lm's own: KV heads / ranks
     with Ranks(group) as ranks, install(model, pool=Pool(4096, 16, seed=0)) as kv:
@@ -88,7 +87,6 @@ class Ranks:
         self.close()
 
     def close(self) -> None:
-        """End the watch. Idempotent."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()

@@ -1,15 +1,9 @@
 """`transformers`' continuous batching on a kvpool pool: its engine, scheduler and kernels on kvpool's blocks.
 
-    with install():
-        outputs = model.generate_batch(prompts, generation_config, continuous_batching_config=ContinuousBatchingConfig(
-            page_size=16, num_blocks=256, max_batch_tokens=256, use_async_batching=False))
-
-transformers looks up its allocators in a registry. Inside the block, the one for full attention is `PoolAllocator`, the
-one for sliding attention `WindowAllocator`. A request is a sequence. The prefix cache is the pool's. A fork shares
-every block and copies the last one when it is written. transformers makes the indices of a step in Python, one per
-token of every context. Here one `Pool.step` and a few numpy calls make them. The allocators of a model share one pool.
-Layers of one kind are a layer group of it. A block has pages of as many layers as divide both kinds evenly, so it may
-serve either. The end of the block restores everything. Engines made in it must end in it.
+transformers looks up its allocators in a registry. In the block of `install`, the one for full attention is
+`PoolAllocator`, the one for sliding attention `WindowAllocator`. They share one pool. Layers of one kind are a layer
+group of it. A block has pages of as many layers as divide both kinds evenly, so it may serve either. One `Pool.step`
+and a few numpy calls make the indices of a step.
 """
 
 from __future__ import annotations
@@ -31,15 +25,7 @@ FORMATS = ("csr", "slot_mapping", "seq_lens")
 
 
 class Places:
-    """Rows of the tensor for the tokens of a step.
-
-    Parameters
-    ----------
-    page : int
-        Tokens of a block.
-    stride : int
-        Rows from one block to the next.
-    """
+    """Rows of the tensor for the tokens of a step: blocks have `page` tokens, and are `stride` rows apart."""
 
     def __init__(self, page: int, stride: int) -> None:
         self.page, self.stride = page, stride
@@ -74,17 +60,11 @@ class Places:
 
 
 class Stored:
-    """Rows of a step: transformers' storage has those of the first column, this those of the others.
-
-    Attributes
-    ----------
-    rows : int64 ``[columns - 1, N]``
-        As wide as transformers' storage. What a step does not use is `trash`, for graphs and padding.
-    """
+    """Rows of a step: transformers' storage has those of the first column, this those of the others."""
 
     def __init__(self, trash: int) -> None:
-        self.trash = trash
-        self.rows = torch.zeros((0, 0), dtype=torch.int64)
+        self.trash = trash  # what a step does not use, for graphs and padding
+        self.rows = torch.zeros((0, 0), dtype=torch.int64)  # [columns - 1, N], as wide as transformers' storage
         self.used = 0
 
     def keep(self, storage: torch.Tensor, index: int, values: np.ndarray) -> int:
@@ -115,7 +95,6 @@ class FreeBlocks:
         return self.blocks.stats().free
 
     def delete_full_trees(self) -> list[int]:
-        """Sectors to give back: none."""
         return []
 
 
@@ -162,7 +141,7 @@ def _has_changed(name: str) -> bool:
 
 @contextlib.contextmanager
 def install() -> Iterator[None]:
-    """Give the engines that are made inside the block a pool of kvpool.
+    """Give the engines that are made inside the block, and end in it, a pool of kvpool. Its end restores everything.
 
     RuntimeError: this release of transformers calls its allocators in another way, or other code has hooked it.
     """
@@ -229,7 +208,6 @@ class PoolAllocator(FullAttentionCacheAllocator):
         return Group("window" if self.sliding_window else "full", self.sliding_window, columns=self.columns)
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """Keys that the queries of a request read."""
         return query_length + min(past_length, (self.sliding_window or past_length + 1) - 1)
 
     def lead(self, members: list[PoolAllocator]) -> None:
@@ -294,8 +272,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
             self.blocks.close(self.handles.pop(request_id))
 
     def count_non_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
-        """A fork needs no block until a write."""
-        return 0
+        return 0  # a fork needs no block until a write
 
     def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int) -> tuple[list, list]:
         """Share every block; nothing is to be copied now."""
@@ -329,8 +306,7 @@ class PoolAllocator(FullAttentionCacheAllocator):
             self.known[request_id] = full
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Nothing: `fill` writes those of all requests."""
-        return []
+        return []  # `fill` writes those of all requests
 
     get_write_indices = get_read_indices
 

@@ -1,9 +1,4 @@
-"""Which tokens of a sequence stay when there is no room for all.
-
-`H2O` and `BlockEviction` are policies, `advise` suggests a budget, `Memory` holds what a policy has
-seen of a batch of sequences and makes its choice, `Evictor` carries it out: by `kvpool.Pool.compact` and
-`evict_blocks`, and the backend's `KVBackend.compact`. `kvpool.Scheduler` takes one, ``kvpool.adapters.mlx_lm`` makes
-them. `SlidingWindow` needs none of these: it is a layer group of the pool.
+"""Which tokens of a sequence stay when there is no room for all. docs/eviction.md is the page.
 
 >>> from kvpool.eviction import H2O, advise
 >>> budget = advise(4096)

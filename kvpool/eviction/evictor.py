@@ -1,7 +1,7 @@
 """`Evictor`: a policy at work on the sequences of a pool: takes scores in, lets tokens leave between two steps.
 
-`Memory` is what the policy knows of the sequences of a batch, and its choice. What one step has seen is kept as it is
-until the next one begins, so nothing waits for it, and a step that is taken back leaves no trace.
+What one step has seen is kept as it is until the next one begins, so nothing waits for it, and a step that is taken
+back leaves no trace.
 """
 
 from __future__ import annotations
@@ -16,26 +16,14 @@ from kvpool._core import Plan, Pool
 from kvpool.eviction.policies import Policy, check_backend
 from kvpool.groups import Group
 
-__all__ = ["Evictor", "Memory", "Observed", "block_sums"]
-
 
 @dataclass
 class Observed:
-    """Queries of a step that are looked at, where a row has several: each is a row of its own that ends with it.
+    """Queries of a step that are looked at, where a row has several: each is a row of its own. All are int ``[R]``."""
 
-    Attributes
-    ----------
-    queries : int ``[R]``
-        Which of the step's tokens; those of a row stand together, oldest first.
-    rows : int ``[R]``
-        Of the step, whose table they read.
-    lens : int ``[R]``
-        Tokens that each of them sees.
-    """
-
-    queries: np.ndarray
-    rows: np.ndarray
-    lens: np.ndarray
+    queries: np.ndarray  #: which of the step's tokens; those of a row stand together, oldest first
+    rows: np.ndarray  #: of the step, whose table they read
+    lens: np.ndarray  #: tokens that each of them sees
 
 
 class Evictor:
@@ -51,12 +39,6 @@ class Evictor:
         Sequences; `start` makes room for more. In a scheduler a row is a lane.
     group : int, default 0
         Of a pool with layer groups the one that tokens leave: a full one. The backend holds each of its columns.
-
-    Attributes
-    ----------
-    memory : Memory
-    observed : Observed or None
-        What `begin` has said of the step that is out. None: the newest query of each row, as `KVBackend.attend` has it.
 
     Raises
     ------
@@ -98,6 +80,7 @@ class Evictor:
         self.memory = Memory(policy, num_layers, spec.num_kv_heads, spec.block_size, num_rows)
         self._staged: list[Any] = [None] * num_layers
         self._step: tuple[np.ndarray, np.ndarray] | None = None  # rows of the step that is out, lengths after it
+        #: For which queries `observe` is due. None: the newest of each row, as `KVBackend.attend` has it.
         self.observed: Observed | None = None
         self._plan: Plan | None = None
 
@@ -113,8 +96,7 @@ class Evictor:
         lens : int ``[S]``
             ``kv_len`` of each after the step.
         new : int ``[S]``, optional
-            Tokens of each in the step. With them chunks are looked at through their newest ``policy.queries``: then
-            `observed` says for which queries `observe` is due.
+            Tokens of each in the step. With them chunks are looked at through their newest ``policy.queries``.
         """
         self.forget()
         rows, lens = np.asarray(rows), np.asarray(lens)
@@ -156,15 +138,7 @@ class Evictor:
         return self.policy.lens_after(lens, self.memory.block_size)
 
     def evict(self, handles: Sequence[int], rows: np.ndarray, after: np.ndarray) -> None:
-        """Let tokens leave; `settle` comes first.
-
-        Parameters
-        ----------
-        handles : ints
-            Sequences without a pending step.
-        rows : int ``[S]``
-        after : int ``[S]``
-            ``kv_len`` in the group from then on, less than now.
+        """Let tokens of sequences leave, until each holds `after` int ``[S]``; `settle` comes first.
 
         Raises
         ------
@@ -214,8 +188,7 @@ class Evictor:
             self._plan = plan = Plan(self.pool, 2 * rows, 2**31 - 1, formats=(), table_width=width)
         try:
             self.pool.unshare(plan, handles, lens, sink, self.group)
-            copies = plan.groups[self.group].copies
-            if len(copies):
+            if len(copies := plan.groups[self.group].copies):
                 self.backend.copy_blocks(copies)
             if plan.is_pending:
                 self.pool.done(plan)
@@ -258,20 +231,14 @@ class Memory:
         Of the cache.
     num_rows : int, default 0
         Sequences; new ones have no tokens.
-
-    Attributes
-    ----------
-    scores : float32 ``[L, B, Hk, C']``
-        Moving average per token, by its place in the table; C' is room.
-    known : int64 ``[B]``
-        Places whose score is known.
     """
 
     def __init__(self, policy: Policy, num_layers: int, num_kv_heads: int, block_size: int, num_rows: int = 0) -> None:
         self.policy = policy
         self.block_size = block_size
+        #: ``[L, B, Hk, C']``: moving average per token, by its place in the table; C' is room
         self.scores = np.zeros((num_layers, num_rows, num_kv_heads, 0), np.float32)
-        self.known = np.zeros(num_rows, np.int64)
+        self.known = np.zeros(num_rows, np.int64)  #: places whose score is known
         self._positions: list[np.ndarray | None] = [None] * num_rows  # [L, Hk, n] as of the last eviction
 
     # ------------------------------------------------------------------------------------------- rows
@@ -279,12 +246,9 @@ class Memory:
     def append(self, other: Memory, rows: Sequence[int]) -> None:
         """Add copies of rows of another memory of an equal policy."""
         rows = list(rows)
-        if not rows:
-            return
         self.reserve(other.scores.shape[3])
-        layers, _, heads, room = self.scores.shape
-        more = np.zeros((layers, len(rows), heads, room), np.float32)
-        more[..., : other.scores.shape[3]] = other.scores[:, rows]
+        room = self.scores.shape[3] - other.scores.shape[3]
+        more = np.pad(other.scores[:, rows], ((0, 0), (0, 0), (0, 0), (0, room)))
         self.scores = np.concatenate([self.scores, more], axis=1)
         self.known = np.concatenate([self.known, other.known[rows]])
         self._positions += [other._positions[row] for row in rows]
@@ -301,9 +265,8 @@ class Memory:
         now = len(self._positions)
         if row >= now:
             more = max(row + 1, 2 * now) - now
-            layers, _, heads, room = self.scores.shape
-            self.scores = np.concatenate([self.scores, np.zeros((layers, more, heads, room), np.float32)], axis=1)
-            self.known = np.concatenate([self.known, np.zeros(more, np.int64)])
+            self.scores = np.pad(self.scores, ((0, 0), (0, more), (0, 0), (0, 0)))
+            self.known = np.pad(self.known, (0, more))
             self._positions += [None] * more  # last: it says how many rows there are
         self.known[row] = 0
         self._positions[row] = None
@@ -326,14 +289,12 @@ class Memory:
         """Make room for so many tokens in each row."""
         now = self.scores.shape[3]
         if room > now:
-            grown = np.zeros((*self.scores.shape[:3], max(room, now + now // 2)), np.float32)
-            grown[..., :now] = self.scores
-            self.scores = grown
+            self.scores = np.pad(self.scores, ((0, 0), (0, 0), (0, 0), (0, max(room - now, now // 2))))
 
     # ------------------------------------------------------------------------------------------- scores
 
     def observe(self, scores: np.ndarray, lens: np.ndarray, rows: np.ndarray | None = None) -> None:
-        """Take what one step has seen.
+        """Take what one step has seen. O(L * S * Hk * C), a few passes over the array; `scores` is overwritten.
 
         Parameters
         ----------
@@ -344,10 +305,6 @@ class Memory:
         rows : int ``[S]``, optional
             Which rows these are, by default 0, 1, 2, ...; -1: none, it had no query or has ended. A row that is there
             several times is seen so often, in this order.
-
-        Notes
-        -----
-        O(L * S * Hk * C), a few passes over the array; `scores` is overwritten.
         """
         alpha = np.float32(self.policy.alpha)
         length = scores.shape[3]
@@ -367,9 +324,8 @@ class Memory:
 
     def _blend(self, mine: np.ndarray, new: np.ndarray, alpha: np.float32, known: int) -> None:
         """A token that is known moves by 1 - alpha, a new one begins where it is."""
-        old = mine[..., :known]
+        old, fresh = mine[..., :known], new[..., :known]
         old *= alpha
-        fresh = new[..., :known]
         fresh *= 1 - alpha
         old += fresh
         mine[..., known:] = new[..., known:]
@@ -386,12 +342,10 @@ class Memory:
             return self._blocks(row, kv_len, target)
         num_layers, _, heads, _ = self.scores.shape
         recent = min(policy.recent, target - policy.sink)
-        keep = np.zeros((num_layers, heads, kv_len), bool)
-        keep[..., : policy.sink] = True
-        keep[..., kv_len - recent :] = True
         middle = slice(policy.sink, kv_len - recent)
-        chosen = target - policy.sink - recent
-        if chosen:
+        keep = np.ones((num_layers, heads, kv_len), bool)
+        keep[..., middle] = False
+        if chosen := target - policy.sink - recent:
             candidates = self._row_scores(row, kv_len)[..., middle]
             best = np.argpartition(candidates, candidates.shape[-1] - chosen, axis=-1)[..., -chosen:]
             np.put_along_axis(keep[..., middle], best, True, -1)
@@ -427,11 +381,9 @@ class Memory:
 
     def positions(self, row: int, kv_len: int, num_tokens: int) -> np.ndarray:
         """Logical position of what is at each place: int32 ``[L, Hk, kv_len]``, for a row of `num_tokens` tokens."""
-        old = self._positions[row]
-        shape = (self.scores.shape[0], self.scores.shape[2], kv_len)
-        found = np.empty(shape, np.int32)
+        found = np.empty((self.scores.shape[0], self.scores.shape[2], kv_len), np.int32)
         found[...] = np.arange(num_tokens - kv_len, num_tokens)
-        if old is not None:
+        if (old := self._positions[row]) is not None:
             n = min(kv_len, old.shape[2])
             found[..., :n] = old[..., :n]
         return found

@@ -1,7 +1,4 @@
-"""Policies: how many tokens a sequence may keep, and which ones stay.
-
-A policy is a few numbers, checked when it is made; what it learns about sequences is in a `kvpool.eviction.Memory`.
-Budgets are the same for all layers and heads, so that one table serves them all; which tokens stay is decided for each.
+"""Policies: a few numbers that say how many tokens a sequence may keep, and which ones stay.
 
 Sources: H2O is "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang et al.,
 2023), sinks are from "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., 2023), whole blocks from
@@ -10,7 +7,6 @@ Sources: H2O is "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,8 +14,6 @@ import numpy as np
 
 from kvpool.protocol import SCORES, Capabilities
 from kvpool.spec import checked_int
-
-__all__ = ["H2O", "BlockEviction", "Budget", "Policy", "SlidingWindow", "advise", "check_backend"]
 
 
 class Budget(NamedTuple):
@@ -125,7 +119,11 @@ class Policy:
         object.__setattr__(self, "slack", slack)
         if self.kind not in SCORES:
             raise ValueError(f"[{call}] kind is {self.kind!r}, it must be one of {', '.join(SCORES)}")
-        _check_alpha(call, self.alpha)
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float | np.floating):
+            kind = type(self.alpha).__name__
+            raise TypeError(f"[{call}] alpha must be a float, not {kind} ({self.alpha!r})")
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"[{call}] alpha is {self.alpha}, it must be in (0, 1)")
         object.__setattr__(self, "queries", checked_int(call, "queries", self.queries, 1))
 
     @property
@@ -266,10 +264,3 @@ def check_backend(policy: Policy, can: Capabilities, block_size: int) -> None:
     if not policy.whole_blocks and not can.compacts:
         raise ValueError(f"[{call}] backend {can.name!r} cannot move tokens; BlockEviction moves none")
     policy.check_block_size(block_size)
-
-
-def _check_alpha(call: str, alpha: Any) -> None:
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.floating):
-        raise TypeError(f"[{call}] alpha must be a float, not {type(alpha).__name__} ({alpha!r})")
-    if not (math.isfinite(alpha) and 0 < alpha < 1):
-        raise ValueError(f"[{call}] alpha is {alpha}, it must be in (0, 1)")

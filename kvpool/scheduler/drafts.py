@@ -1,7 +1,6 @@
 """Drafted tokens: decodes that compute several tokens in one step, of which `update` keeps those that were right.
 
-Drafts come from a *proposer* (`Propose`). They use only what all others leave: of the token budget, of the lanes
-and of the blocks. `ask` collects them before a step, `settle` takes back what was wrong after it.
+`ask` collects them before a step, `settle` takes back what was wrong after it.
 """
 
 from __future__ import annotations
@@ -23,23 +22,12 @@ from kvpool.scheduler.state import Core, DecodeBatch, Step
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Decoding:
-    """A sequence that decodes, as a proposer sees it.
-
-    Attributes
-    ----------
-    request : Request
-    index : int
-        Number of the sequence in its request.
-    generated : int32
-        Its tokens so far, at least one. The array holds during the call.
-    most : int
-        How many drafts it may have. More are ignored.
-    """
+    """A sequence that decodes, as a proposer sees it."""
 
     request: Request
-    index: int
-    generated: NDArray[int32]
-    most: int
+    index: int  #: number of the sequence in its request
+    generated: NDArray[int32]  #: its tokens so far, at least one; the array holds during the call
+    most: int  #: how many drafts it may have; more are ignored
 
     @property
     def known(self) -> NDArray[int32]:
@@ -69,8 +57,8 @@ def check_proposer(call: str, propose: Any, pool: Pool, eviction: Any) -> None:
 def ask(core: Core, propose: Propose, batch: DecodeBatch, chunks: list[tuple[int, int]]) -> NDArray[int64] | None:
     """Return the new tokens of each decode, drafts included. None: there are no drafts.
 
-    The drafts are stored behind the generated tokens of their lanes. Chunks go before drafts. A decode without room for
-    its drafts has none.
+    They are stored behind the generated tokens of their lanes. They use what all others leave of the token budget and
+    of the blocks: a decode without room for its drafts has none.
     """
     rows, lanes = core.rows, batch.lanes
     budget = core.max_step_tokens - len(lanes) - sum(new for _, new in chunks)
@@ -82,7 +70,7 @@ def ask(core: Core, propose: Propose, batch: DecodeBatch, chunks: list[tuple[int
         return None
     found = []
     for row in asked:
-        lane, sequence = int(lanes[row]), rows.sequence(lanes[row])
+        lane, sequence = lanes[row], rows.sequence(lanes[row])
         generated = rows.tokens[lane, : rows.generated[lane]]
         found.append(Decoding(sequence.group.request, sequence.index, generated, int(most[row])))
     new = np.ones(len(lanes), np.int64)
@@ -103,12 +91,9 @@ def ask(core: Core, propose: Propose, batch: DecodeBatch, chunks: list[tuple[int
 
 
 def settle(core: Core, step: Step, given: Given) -> tuple[Step, Given]:
-    """Count drafts that the sampled tokens confirm, and take all others back.
+    """Count drafts that the sampled tokens confirm, and take all others back. Set `Step.taken`.
 
-    Returns
-    -------
-    step, given
-        What is left to take: the last new token of each decode, as if it had no drafts. `Step.taken` is set.
+    Return what is left to take: the last new token of each decode, as if it had no drafts.
     """
     rows, n = core.rows, step.num_decodes
     taken = np.ones(len(step.sample_at), np.bool_)

@@ -39,13 +39,7 @@ class Layers(NamedTuple):
 class Needs:
     """Counts of blocks: a list with one number per arena, or for many sequences int64 ``[..., A]``.
 
-    Parameters
-    ----------
-    pool : Pool
-    chunk : int
-        Most tokens of a sequence in one step.
-    eviction : Evictor, optional
-        Limits what a sequence has in the evictor's group to its budget and one chunk.
+    `chunk` is the most tokens of a sequence in one step. With `eviction` it has its budget and a chunk in that group.
     """
 
     def __init__(self, pool: Pool, chunk: int, eviction: Evictor | None = None) -> None:

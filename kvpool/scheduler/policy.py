@@ -1,7 +1,4 @@
-"""Policy: admission, preemption when blocks run out, and eviction of tokens for a budget.
-
-`queue` has the order of waiting requests, `request` has tenants and their shares.
-"""
+"""Policy: admission, preemption when blocks run out, and eviction of tokens for a budget."""
 
 from __future__ import annotations
 
@@ -26,37 +23,27 @@ class MustWait(Exception):
 def make_room(core: Core) -> DecodeBatch:
     """Preempt sequences until every decode finds its block. Return the batch that is left.
 
-    Raises
-    ------
-    OutOfBlocks
-        Only one request is left and finds no block: other users of the pool hold them.
-
-    Notes
-    -----
     A request may compute a block that another request cached meanwhile. The prefix cache then keeps both copies. So a
-    request that is left alone and finds no block starts over once, and then finds these blocks in the cache.
+    request that is left alone and finds no block starts over once, and then finds these blocks in the cache. If it has
+    run alone, other users of the pool hold its blocks: OutOfBlocks.
     """
     batch = core.batch()
     while not core.has_room(batch):
         running = core.rows.running()
         victim = choose_victim(core, core.policy, running)
-        unit = 1 if victim.group.beam is None else len(victim.group.beam.live)
-        if unit == len(running):
+        is_alone = len(running) == (1 if victim.group.beam is None else len(victim.group.beam.live))
+        if is_alone:
             core.setbacks += 1
-            if core.prefix is not None and not core.was_alone():
-                core.preempt(victim)
-                return core.batch()
-            growth = core.growth(batch.lanes)
-            arena = max(0, core.needs.short(growth, core.needs.free()))
-            raise starved(core, f"request {victim.group.id!r} runs alone and finds no block", arena)
-        if not spill(core, victim):
+            if core.prefix is None or core.was_alone():
+                arena = max(0, core.needs.short(core.growth(batch.lanes), core.needs.free()))
+                raise starved(core, f"request {victim.group.id!r} runs alone and finds no block", arena)
+        if is_alone or not spill(core, victim):
             core.preempt(victim)
         batch = core.batch()
     return batch
 
 
 def starved(core: Core, text: str, arena: int) -> OutOfBlocks:
-    """Return the error of a request that runs alone, which needs more of an arena than others of the pool left."""
     stats = core.pool.stats(arena)
     where = f" in arena {arena}" if core.needs.num_arenas > 1 else ""
     used = f"{stats.used} of {stats.num_blocks - stats.reserved} are in use"
@@ -98,8 +85,7 @@ def spill(core: Core, sequence: Sequence) -> bool:
         return False
     if core.eviction is not None and (core.rows.gone[lane] or computed > core.eviction.policy.most):
         return False
-    kept = core.tier.spill_to_host(handle, core.tables(handle, computed))
-    if kept is None:
+    if (kept := core.tier.spill_to_host(handle, core.tables(handle, computed))) is None:
         return False
     core.commit(lane)
     core.pool.close(handle)
@@ -180,15 +166,7 @@ def publish(core: Core, lane: int) -> None:
 
 
 def keep_budgets(core: Core) -> None:
-    """Evict tokens of sequences that have reached their budget, before a step.
-
-    Raises
-    ------
-    OutOfBlocks
-        Only one request is left and finds no blocks for copies: other users of the pool hold them.
-    Exception
-        An exception of the backend. The sequence is preempted.
-    """
+    """Evict tokens of sequences that have reached their budget, before a step. What the backend raises preempts one."""
     assert core.eviction is not None
     rows = core.rows
     lanes = rows.running()
@@ -268,9 +246,8 @@ def admit(core: Core, sequence: Sequence) -> bool:
     if not core.rows.free:
         return False
     tokens = known_tokens(sequence)
-    need = core.needs.alone(len(tokens))
     attempt = core.attempt = Attempt(core, sequence)
-    handle = open_with_room(core, attempt, need, tokens, sequence.group.request)
+    handle = open_with_room(core, attempt, core.needs.alone(len(tokens)), tokens, sequence.group.request)
     if handle is None:
         return False
     computed = core.pool.num_tokens(handle)
@@ -299,15 +276,12 @@ def count_admission(core: Core, sequence: Sequence, computed: int, known: int) -
 
 def restore(core: Core, sequence: Sequence) -> bool:
     """Restore a spilled sequence from the tier. Return False if there is no room."""
-    if not core.rows.free:
-        return False
-    prompt = sequence.group.request.prompt
-    known = len(prompt) + len(sequence.tokens)
-    if core.needs.short(core.needs.alone(known), core.available(), blocks_kept(core)) >= 0:
+    request = sequence.group.request
+    need = core.needs.alone(len(request.prompt) + len(sequence.tokens))
+    if not core.rows.free or core.needs.short(need, core.available(), blocks_kept(core)) >= 0:
         return False
     attempt = core.attempt = Attempt(core, sequence)
     try:
-        request = sequence.group.request
         handle = attempt.open(core.pool.open, 0, request.namespace, keep=core.kept(request))
     except OutOfSequences:
         return False

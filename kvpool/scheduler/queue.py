@@ -13,18 +13,8 @@ from kvpool.scheduler.request import RequestGroup, Sequence, Tenant
 class WaitingQueue:
     """Sequences that wait: first those that lost their blocks, then by tenant those that never ran.
 
-    The latter are new requests, and samples that found no lane. Only new requests count in `len`.
-
-    Choosing takes O(log tenants), adding and removing O(log requests) and one move of the references behind it.
-
-    Parameters
-    ----------
-    weights : mapping of tenants to numbers
-        Those that it does not name have 1.
-    ageing : int
-        A request is as old as one of the next lower priority that came so many admissions of its tenant before.
-    overtake : int
-        Requests that may overtake one that finds no room, at most.
+    The latter are new requests, and samples that found no lane. Only new requests count in `len`. `Scheduler` has the
+    parameters. Choosing takes O(log tenants), adding and removing O(log requests) and a move of the references behind.
     """
 
     def __init__(self, weights: Mapping[Hashable, float], ageing: int, overtake: int) -> None:
@@ -47,8 +37,6 @@ class WaitingQueue:
         for tenant in self.tenants.values():
             yield from tenant.line
 
-    # -- tenants
-
     def tenant(self, name: Hashable) -> Tenant:
         """Return the tenant of this name, a new one if it is not there."""
         found = self.tenants.get(name)
@@ -68,9 +56,8 @@ class WaitingQueue:
 
     def share(self, name: Hashable, places: int) -> int:
         """Return how many of the `places` for waiting requests a tenant may use."""
-        if name not in self.weights:
-            return places
-        return max(1, int(places * self.weights[name] / sum(self.weights.values())))
+        weights = self.weights
+        return max(1, int(places * weights[name] / sum(weights.values()))) if name in weights else places
 
     def enroll(self, group: RequestGroup) -> None:
         """Give a new request its tenant and its rank."""
@@ -144,7 +131,6 @@ class WaitingQueue:
         return sequence in self._back
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from any place."""
         if sequence in self._back:
             del self._back[sequence]
             return
@@ -165,8 +151,7 @@ class WaitingQueue:
     def put_back(self, sequence: Sequence, *, front: bool) -> None:
         """Let a sequence wait where it did before an admission that raised. `mend` comes next."""
         if front:
-            self.push(sequence, front=True)
-            return
+            return self.push(sequence, front=True)
         self._back.pop(sequence, None)
         if not self._is_in_line(sequence):
             insort(sequence.group.tenant.line, sequence, key=_rank)

@@ -1,7 +1,4 @@
-"""Input and output of the scheduler, `Request` and `Output`, and its tenants, groups and sequences.
-
-`Request` and `Output` check arguments and keep no state.
-"""
+"""Input and output of the scheduler, `Request` and `Output`, and its tenants, groups and sequences."""
 
 from __future__ import annotations
 
@@ -51,24 +48,21 @@ def token_array(call: str, name: str, tokens: Any) -> NDArray[int32]:
     if isinstance(tokens, str | bytes | bytearray):
         raise TypeError(f"[{call}] {name} must be integers, not {type(tokens).__name__}")
     if isinstance(tokens, np.ndarray):
-        array = tokens
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"[{call}] {name} must be integers ({array.dtype})")
-        if array.ndim != 1:
-            raise ValueError(f"[{call}] {name} must have one dimension (shape {array.shape})")
+        if tokens.dtype.kind not in "iu":
+            raise TypeError(f"[{call}] {name} must be integers ({tokens.dtype})")
+        if tokens.ndim != 1:
+            raise ValueError(f"[{call}] {name} must have one dimension (shape {tokens.shape})")
+        least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+        if least < 0 or most > MOST:
+            raise ValueError(f"[{call}] a token of {name} must be 0 .. {MOST} ({least if least < 0 else most})")
     else:
         try:
-            listed = list(tokens)
+            tokens = list(tokens)
         except TypeError:
             raise TypeError(f"[{call}] {name} must be integers, not {type(tokens).__name__} ({tokens!r})") from None
-        if set(map(type, listed)) <= {int} and max(listed, default=0) <= MOST and min(listed, default=0) >= 0:
-            array = np.array(listed, np.int32)
-        else:
-            array = np.array([integer(call, f"{name}[{i}]", token, 0) for i, token in enumerate(listed)], np.int32)
-    if array.size and not (int(array.min()) >= 0 and int(array.max()) <= MOST):
-        wrong = int(array.min()) if int(array.min()) < 0 else int(array.max())
-        raise ValueError(f"[{call}] a token of {name} must be 0 .. {MOST} ({wrong})")
-    owned = np.array(array, np.int32)
+        if not (set(map(type, tokens)) <= {int} and max(tokens, default=0) <= MOST and min(tokens, default=0) >= 0):
+            tokens = [integer(call, f"{name}[{i}]", token, 0) for i, token in enumerate(tokens)]
+    owned = np.array(tokens, np.int32)
     owned.flags.writeable = False
     return owned
 
@@ -155,9 +149,13 @@ class Request:
             except TypeError:
                 kind = type(value).__name__
                 raise TypeError(f"[Request] {name} must be hashable, {kind} is not ({value!r})") from None
-        eos = self.eos
+        eos, stop = self.eos, self.stop
         put("eos", _token_tuple("eos", eos if isinstance(eos, Iterable) else (integer("Request", "eos", eos, 0),)))
-        put("stop", self._stops(self.stop))
+        if isinstance(stop, str | bytes) or not isinstance(stop, Iterable):
+            raise TypeError(f"[Request] stop must be sequences of tokens, not {type(stop).__name__} ({stop!r})")
+        put("stop", tuple(_token_tuple(f"stop[{i}]", tokens) for i, tokens in enumerate(stop)))
+        if () in self.stop:
+            raise ValueError(f"[Request] stop[{self.stop.index(())}] is empty, it needs at least one token")
         put("beam_width", integer("Request", "beam_width", self.beam_width, 0))
         put("n", integer("Request", "n", self.n, 1))
         if self.beam_width and self.n > self.beam_width:
@@ -173,15 +171,6 @@ class Request:
         if not isinstance(self.keep, Keep | None):
             raise TypeError(f"[Request] keep must be a kvpool.retention.Keep, not {type(self.keep).__name__}")
 
-    @staticmethod
-    def _stops(stop: Any) -> tuple[tuple[int, ...], ...]:
-        if isinstance(stop, str | bytes) or not isinstance(stop, Iterable):
-            raise TypeError(f"[Request] stop must be sequences of tokens, not {type(stop).__name__} ({stop!r})")
-        stops = tuple(_token_tuple(f"stop[{i}]", tokens) for i, tokens in enumerate(stop))
-        if () in stops:
-            raise ValueError(f"[Request] stop[{stops.index(())}] is empty, it needs at least one token")
-        return stops
-
 
 class Times(NamedTuple):
     """Times of events of a request, by the scheduler's clock. None: the event did not happen."""
@@ -194,37 +183,16 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Output:
-    """One sequence that has ended.
+    """One sequence that has ended."""
 
-    Attributes
-    ----------
-    id : hashable
-        The id of the request.
-    index : int
-        Number of the sample. With a beam: the rank of the hypothesis, best first.
-    tokens : int32 ``[N]``
-        Generated tokens, with the eos token or the stop sequence that ended them.
-    logprobs : float32 ``[N]`` or None
-        As given to `update`. NaN for tokens without one.
-    score : float or None
-        Score of a hypothesis of a beam.
-    finish_reason : str
-        ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"`` or ``"deadline"``.
-    num_cached : int
-        Prompt tokens that the prefix cache had when the request was first admitted.
-    preemptions : int
-        How often this sequence lost its blocks and was recomputed.
-    times : Times
-    """
-
-    id: Hashable
-    index: int
-    tokens: NDArray[int32]
-    logprobs: NDArray[np.float32] | None
-    score: float | None
-    finish_reason: str
-    num_cached: int
-    preemptions: int
+    id: Hashable  #: the id of the request
+    index: int  #: number of the sample; with a beam: the rank of the hypothesis, best first
+    tokens: NDArray[int32]  #: ``[N]``, generated, with the eos token or the stop sequence that ended them
+    logprobs: NDArray[np.float32] | None  #: ``[N]``, as given to `update`, NaN for tokens without one
+    score: float | None  #: of a hypothesis of a beam
+    finish_reason: str  #: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"`` or ``"deadline"``
+    num_cached: int  #: prompt tokens that the prefix cache had when the request was first admitted
+    preemptions: int  #: how often this sequence lost its blocks and was recomputed
     times: Times
 
 

@@ -35,10 +35,9 @@ class Given(NamedTuple):
 
 def read(step: Step, tokens: Any, logprobs: Any, beams: Any) -> Given:
     """Check the arguments of `update`. Changes nothing."""
-    m = len(step.sample_at)
-    tokens = _tokens("tokens", tokens, (m,))
+    tokens = _tokens("tokens", tokens, step.sample_at.shape)
     if logprobs is not None:
-        logprobs = _numbers("logprobs", logprobs, (m,))
+        logprobs = _numbers("logprobs", logprobs, step.sample_at.shape)
     rows = len(step.beam_width.nonzero()[0])
     if beams is None:
         if rows:
@@ -133,7 +132,7 @@ def take_rows(core: Core, step: Step, given: Given, still: NDArray[np.bool_], be
     for lane, ats in fans.items():
         outputs += fork_samples(core, lane, [begin + at for at in ats], given, now)
     if given.beams is not None:
-        outputs += move_beams(core, step, begin, live, *given.beams, now)
+        outputs += move_beams(core, step, begin, live, given.beams, now)
     return outputs
 
 
@@ -185,25 +184,17 @@ def take_fans(core: Core, samples: NDArray[int32], plain: np.ndarray) -> dict[in
 
 
 def move_beams(
-    core: Core,
-    step: Step,
-    first: int,
-    live: np.ndarray,
-    tokens: NDArray[int32],
-    logprobs: NDArray[float32],
-    now: float,
+    core: Core, step: Step, first: int, live: np.ndarray, found: tuple[np.ndarray, np.ndarray], now: float
 ) -> list[Output]:
     """Advance every beam of a step. The rows of a beam are adjacent, all from sample `first` on."""
     outputs: list[Output] = []
-    samples = np.flatnonzero(step.beam_width)
-    begin = 0
+    samples, begin = np.flatnonzero(step.beam_width), 0
     while begin < len(samples):
         end = begin + 1
         if live[samples[begin] - first]:
-            sequence = core.rows.sequence(step.sample_lane[samples[begin]])
-            beam = sequence.group.beam
+            beam = core.rows.sequence(step.sample_lane[samples[begin]]).group.beam
             end = begin + len(beam.live)
-            outputs += beam.move_on(core, tokens[begin:end], logprobs[begin:end], now)
+            outputs += beam.move_on(core, *(array[begin:end] for array in found), now)
         begin = end
     return outputs
 
@@ -281,8 +272,7 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
     The first one that goes on keeps lane and blocks. The others become forks while there is room. The rest wait in the
     line of their tenant.
     """
-    rows = core.rows
-    first = rows.sequence(lane)
+    rows, first = core.rows, core.rows.sequence(lane)
     group = first.group
     group.forked = True
     core.unforked -= 1
@@ -316,8 +306,6 @@ def fork_samples(core: Core, lane: int, ats: list[int], given: Given, now: float
         if core.eviction is not None and seen is not None:
             core.eviction.memory.put(sequence.lane, seen)
         rows.shared[sequence.lane] = core.needs.shares(computed - gone)
-    if len(live) > 1:
-        rows.shared[live[0].lane] = core.needs.shares(computed - gone)
     return [core.finish(sequence, reason, now) for sequence, reason in outputs]
 
 
@@ -348,20 +336,15 @@ def cancel(core: Core, group: RequestGroup, now: float, reason: str = "cancelled
     """End a request in any state."""
     if group.beam is not None:
         return group.beam.cancel(core, now, reason)
-    outputs = []
-    if not group.forked:
-        core.unforked -= 1
-    for sequence in group.sequences:
-        if sequence.state != FINISHED:
-            core.release(sequence)
-            outputs.append(core.output(sequence, reason, now))
+    live = [sequence for sequence in group.sequences if sequence.state != FINISHED]
+    for sequence in live:
+        core.release(sequence)
     if not group.forked:  # samples that were still to come
-        for index in range(1, group.request.n):
-            sequence = Sequence(group, index)
-            outputs.append(core.output(sequence, reason, now))
-            core.cancelled += 1
+        live += [Sequence(group, index) for index in range(1, group.request.n)]
+        core.cancelled += group.request.n - 1
+        core.unforked -= 1
     core.close_group(group, group.unfinished)
-    return outputs
+    return [core.output(sequence, reason, now) for sequence in live]
 
 
 def give_up(core: Core, steps: list[Step]) -> None:

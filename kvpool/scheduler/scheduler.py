@@ -17,20 +17,9 @@ from numpy.typing import NDArray
 
 from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
-from kvpool.scheduler import drafts, results
+from kvpool.scheduler import drafts, policy, results
 from kvpool.scheduler.beams import Beam
 from kvpool.scheduler.check import check
-from kvpool.scheduler.policy import (
-    POLICIES,
-    MustWait,
-    admit_next,
-    blocks_alone,
-    keep_budgets,
-    known_tokens,
-    make_room,
-    make_way,
-    out_of_blocks,
-)
 from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import (
     DECODING,
@@ -39,13 +28,11 @@ from kvpool.scheduler.request import (
     FINISHED,
     PREFILLING,
     SAMPLES,
-    SPILLED,
     WAITING,
     Output,
     Request,
     RequestGroup,
     SchedulerStats,
-    Sequence,
     TenantStats,
     integer,
     real,
@@ -203,8 +190,9 @@ class Scheduler:
             raise TypeError(f"[{call}] mixed must be a bool, not {type(mixed).__name__} ({mixed!r})")
         if watermark is not None:
             watermark = integer(call, "watermark", watermark, 0)
-        if preempt not in POLICIES:
-            raise ValueError(f"[{call}] no such policy of preemption ({preempt!r}), there are {', '.join(POLICIES)}")
+        if preempt not in policy.POLICIES:
+            known = ", ".join(policy.POLICIES)
+            raise ValueError(f"[{call}] no such policy of preemption ({preempt!r}), there are {known}")
         self._max_waiting = None if max_waiting is None else integer(call, "max_waiting", max_waiting, 0)
         self._max_model_len = None if max_model_len is None else integer(call, "max_model_len", max_model_len, 1)
         if tier is not None and not (hasattr(tier, "spill_to_host") and hasattr(tier, "prefetch")):
@@ -235,11 +223,8 @@ class Scheduler:
         self._out, self._turn = list[Step](), 0  # oldest first
 
     def __repr__(self) -> str:
-        count = self._core.count
-        return (
-            f"<kvpool.Scheduler: {count[WAITING]} waiting, {count[PREFILLING]} prefilling, "
-            f"{count[DECODING]} decoding, {count[SPILLED]} spilled>"
-        )
+        counts = zip(SchedulerStats._fields[:4], self._core.count, strict=False)
+        return f"<kvpool.Scheduler: {', '.join(f'{count} {state}' for state, count in counts)}>"
 
     # -- requests
 
@@ -258,10 +243,8 @@ class Scheduler:
         ------
         RequestRejected
             The request could never run, or the queue is full. `reason` says which. State unchanged.
-        ValueError
-            The id is in use. State unchanged.
-        TypeError
-            Not a `Request`. State unchanged.
+        ValueError, TypeError
+            The id is in use; not a `Request`. State unchanged.
         """
         if not isinstance(request, Request):
             raise TypeError(f"[add] request must be a kvpool.Request, not {type(request).__name__}")
@@ -300,8 +283,8 @@ class Scheduler:
         if request.n > (most := max(SAMPLES, core.max_running)):
             yield "too_large", f"n is {request.n}, a request has at most {most} samples"
         if self._max_model_len is not None and tokens > self._max_model_len:
-            text = f"{prompt} prompt tokens and {request.max_tokens} more, the model takes {self._max_model_len}"
-            yield "too_long", text
+            more = request.max_tokens
+            yield "too_long", f"{prompt} prompt tokens and {more} more, the model takes {self._max_model_len}"
         own, most = core.needs.widest(tokens), pool.options.max_blocks_per_seq
         if own > most:
             yield "too_large", f"{tokens} tokens need {own} blocks, a sequence has at most {most}"
@@ -333,7 +316,7 @@ class Scheduler:
         """Return the most blocks of each arena that a request has at a time."""
         core, prompt, width = self._core, len(request.prompt), request.beam_width
         tokens = prompt + request.max_tokens - 1
-        return core.needs.beam(tokens, prompt, width) if width > 1 else blocks_alone(core, tokens)
+        return core.needs.beam(tokens, prompt, width) if width > 1 else policy.blocks_alone(core, tokens)
 
     def _judge_queue(self, name: Hashable) -> None:
         queue, most = self._core.queue, self.places(name)
@@ -359,10 +342,8 @@ class Scheduler:
     def _find(self, call: str, name: Hashable) -> RequestGroup:
         group = self._core.groups.get(name)
         if group is None:
-            known = (
-                "has finished" if name in self._core.ended else "is not there: it was never added, or ended long ago"
-            )
-            raise UnknownRequest(f"[{call}] request {name!r} {known}")
+            unknown = "is not there: it was never added, or ended long ago"
+            raise UnknownRequest(f"[{call}] request {name!r} {'has finished' if name in self._core.ended else unknown}")
         return group
 
     def cancel(self, id: Hashable) -> list[Output]:
@@ -407,8 +388,8 @@ class Scheduler:
 
         Notes
         -----
-        docs/scheduling.md has the order of decisions: decodes, room for them, chunks, top-up. Iteration-level
-        scheduling is from Orca. Chunks that never stall a decode are from Sarathi-Serve.
+        docs/scheduling.md has the order of decisions. Iteration-level scheduling is from Orca, chunks that never stall
+        a decode are from Sarathi-Serve.
         """
         core, out, most = self._core, len(self._out), min(2, len(self._plans))
         if out == most:
@@ -421,7 +402,7 @@ class Scheduler:
         if len(core.groups) == len(core.held):
             return None
         if core.eviction is not None:
-            keep_budgets(core)
+            policy.keep_budgets(core)
         plan = self._plans[self._turn]
         if core.beams:
             for beam in list(core.beams):
@@ -443,7 +424,7 @@ class Scheduler:
         core = self._core
         if self._propose is not None or not may_plan_ahead(core, before):
             return None
-        with suppress(MustWait), executed(core, before):
+        with suppress(policy.MustWait), executed(core, before):
             if core.has_room(core.batch()):
                 plan = self._plans[self._turn]
                 batch, chunks = self._decide()
@@ -463,7 +444,7 @@ class Scheduler:
             return None, self._prefill_chunks(core.max_step_tokens, core.max_running) if core.mixed else []
         batch = core.batch()  # taken before admissions, which are chunks, not decodes
         if not core.has_room(batch):
-            batch = make_room(core)
+            batch = policy.make_room(core)
         if not core.count[DECODING]:  # every decode was preempted, so the step must have a chunk
             return None, self._prefill_chunks(core.max_step_tokens, core.max_running if core.mixed else 1)
         if not core.mixed:
@@ -481,7 +462,7 @@ class Scheduler:
         while not self._finds_blocks(batch, chunks):
             chunks.pop()
             if not chunks and batch is None:
-                make_way(core, "its next chunk", max(0, core.needs.short(core.promised(), core.needs.free())))
+                policy.make_way(core, "its next chunk", max(0, core.needs.short(core.promised(), core.needs.free())))
                 batch, chunks = self._decide()
         return batch, chunks
 
@@ -501,7 +482,7 @@ class Scheduler:
         if not (core.count[PREFILLING] or core.count[WAITING] or core.spilled):
             return chunks
         running = core.rows.running(PREFILLING).tolist() if core.count[PREFILLING] else []
-        lanes = chain(running, (sequence.lane for sequence in iter(partial(admit_next, core), None)))
+        lanes = chain(running, (sequence.lane for sequence in iter(partial(policy.admit_next, core), None)))
         while budget > 0 and len(chunks) < most and (lane := next(lanes, None)) is not None:
             new = min(self._wanted(lane), core.chunk, budget)
             if new:
@@ -525,14 +506,14 @@ class Scheduler:
             raise OutOfSequences(f"[schedule] nothing runs, and all {stats.sequences} sequences of the pool are open")
         arena, head = 0, core.queue.head()
         if head is not None:
-            arena = max(0, core.needs.short(core.needs.alone(len(known_tokens(head))), core.needs.free()))
+            arena = max(0, core.needs.short(core.needs.alone(len(policy.known_tokens(head))), core.needs.free()))
             stats = core.pool.stats(arena)
         text = (
             f"nothing runs and the first in line finds no room: {stats.blank} {core.needs.name(arena)} are blank, "
             f"{stats.evictable} evictable, {stats.limbo} in limbo, {stats.sequences} sequences open; "
             "others of the pool hold the rest"
         )
-        raise out_of_blocks(text, stats, arena)
+        raise policy.out_of_blocks(text, stats, arena)
 
     def _build(
         self,
@@ -542,10 +523,7 @@ class Scheduler:
         new: NDArray[int64] | None = None,
         before: Step | None = None,
     ) -> Step:
-        """Step the pool once, and return a step that is out now.
-
-        `new`: the new tokens of each decode, if there are drafts. `before`: the step that was out.
-        """
+        """Step the pool once. `new`: tokens of each decode, if there are drafts. `before`: a step that is out."""
         core, rows = self._core, self._core.rows
         decodes, plain = (0, None) if batch is None else (len(batch.lanes), batch if batch.plain else None)
         if batch is None or chunks or new is not None:
@@ -655,12 +633,10 @@ class Scheduler:
         return outputs + results.expire(self._core, now) if self._core.deadlines else outputs
 
     def fail(self, step: Step) -> None:
-        """Take back a step that the backend did not execute. Every sequence is as before `schedule`.
+        """Take back a step that the backend did not execute, and one that was planned while it was out.
 
-        A step that was planned while this one was out is taken back with it.
-
-        Admissions and cancellations stay. A pool with ``in_order=True`` cannot roll back. There the sequences of the
-        step are preempted and recomputed.
+        Every sequence is as before `schedule`. Admissions and cancellations stay. A pool with ``in_order=True`` cannot
+        roll back: there the sequences of the step are preempted and recomputed.
 
         Raises
         ------
@@ -701,21 +677,17 @@ class Scheduler:
 
         Raises
         ------
-        UnknownRequest
-            No such request.
-        ValueError
-            The request has no such sequence (yet).
+        UnknownRequest, ValueError
+            No such request; it has no such sequence (yet).
         """
-        group = self._find("tokens_of", id)
-        sequences = group.sequences
-        index = integer("tokens_of", "index", index, 0, len(sequences) - 1)
-        sequence = sequences[index]
+        sequences = self._find("tokens_of", id).sequences
+        sequence = sequences[integer("tokens_of", "index", index, 0, len(sequences) - 1)]
         return self._core.rows.generated_of(sequence.lane) if sequence.lane >= 0 else sequence.tokens.copy()
 
     def request_of(self, lane: int) -> Request:
         """Return the request that runs in a lane, with its id. ValueError if none does."""
         lane = integer("request_of", "lane", lane, 0, self._core.max_running - 1)
-        sequence: Sequence | None = self._core.rows.sequences[lane]
+        sequence = self._core.rows.sequences[lane]
         if sequence is None:
             raise ValueError(f"[request_of] nothing runs in lane {lane}")
         return sequence.group.request
@@ -729,19 +701,13 @@ class Scheduler:
         return SchedulerStats(*self._core.count, *_counters_of(self._core))
 
     def tenants(self) -> dict[Hashable, TenantStats]:
-        """Return what each tenant of `weights` has and got."""
+        """Return what each tenant of `weights` has and got, by name."""
         queue = self._core.queue
-        known = [queue.tenants[name] for name in queue.weights]
-        return {one.name: TenantStats(one.new, one.requests, one.served) for one in known}
+        known = ((name, queue.tenants[name]) for name in queue.weights)
+        return {name: TenantStats(one.new, one.requests, one.served) for name, one in known}
 
     def check(self) -> None:
-        """Recompute every counter and invariant, also those of the pool. Legal at any time.
-
-        Raises
-        ------
-        CorruptState
-            A counter or an invariant is wrong.
-        """
+        """Recompute every counter and invariant, also those of the pool. CorruptState if one is wrong."""
         self._core.pool.check()
         check(self._core, self._out)
 

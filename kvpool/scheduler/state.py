@@ -1,8 +1,4 @@
-"""`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing.
-
-`LaneRows` has the numbers of running sequences, `DecodeBatch` those who decode. A `Step` is what one call of `schedule`
-decided.
-"""
+"""`Core`: the state of a scheduler and the moves between states. It checks no arguments and decides nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ def add(row: NDArray[int32], lanes: np.ndarray, more: NDArray[int32] | int) -> N
 
 
 class LaneRows:
-    """Arrays over the lanes."""
+    """Arrays over the lanes: the numbers of running sequences."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -84,11 +80,10 @@ class LaneRows:
         heapify(self.free)
 
     def take(self) -> int:
-        """Reserve the lowest free lane."""
+        """Reserve the lowest free lane. `put` puts a sequence in it."""
         return heappop(self.free)
 
     def put(self, lane: int, sequence: Sequence, handle: int, computed: int, admitted: int) -> None:
-        """Put a sequence in a lane that was taken."""
         request = sequence.group.request
         self.handle[lane] = handle
         self.state[lane] = PREFILLING
@@ -132,14 +127,12 @@ class LaneRows:
         old = self.tokens.shape[1]
         if width <= old:
             return
-        new = max(width, 2 * old)
-        tokens = np.zeros((self.size, new), np.int32)
+        tokens = np.zeros((self.size, max(width, 2 * old)), np.int32)
         tokens[:, :old] = self.tokens
-        self.tokens = tokens
-        if self.logprobs is not None:
-            logprobs = np.full((self.size, new), np.nan, np.float32)
-            logprobs[:, :old] = self.logprobs
-            self.logprobs = logprobs
+        self.tokens, logprobs = tokens, self.logprobs
+        if logprobs is not None:
+            self.logprobs = np.full(tokens.shape, np.nan, np.float32)
+            self.logprobs[:, :old] = logprobs
 
     def need_logprobs(self) -> NDArray[float32]:
         """Return the buffer of logprobs. Make it if there is none."""
@@ -153,10 +146,8 @@ class LaneRows:
 
     def logprobs_of(self, lane: int) -> NDArray[float32] | None:
         """Return a copy of the logprobs of a lane, None if there are none."""
-        if self.logprobs is None:
-            return None
-        mine = self.logprobs[lane, : self.generated[lane]]
-        return None if np.isnan(mine).all() else mine.copy()
+        mine = None if self.logprobs is None else self.logprobs[lane, : self.generated[lane]]
+        return None if mine is None or np.isnan(mine).all() else mine.copy()
 
     def known(self, lane: int, begin: int, end: int) -> NDArray[int32]:
         """Return the tokens at positions begin .. end - 1 of prompt and generated ones."""
@@ -217,55 +208,28 @@ class LaneRows:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Step:
-    """One batch. The arrays hold until `update` or `fail`.
-
-    Attributes
-    ----------
-    plan : Plan
-        The plan of the pool's step: copies, writes, reads.
-    num_decodes : int
-        Number of decodes. They are the first rows: one token each, and its drafts. Prefill chunks follow.
-    num_drafts : int
-        Inputs of decodes that are drafts (`Scheduler`, ``speculate``).
-    taken : bool ``[M]`` or None
-        Which sampled tokens `update` has taken: not those of rows that had ended or were cancelled, nor those behind a
-        wrong draft or an end. None: all.
-    handles : int64 ``[S]``
-    lanes : int32 ``[S]``
-        The scheduler's lane of each row.
-    num_new : int64 ``[S]``
-        New tokens of each row.
-    tokens : int32 ``[T]``
-        Inputs, row after row. -1: not known yet, see `follows`.
-    follows : int32 ``[T]`` or None
-        Of a step that was planned while another one is out: which sample of that step each input is. -1: `tokens` has
-        it. None: the step waits for no other.
-    requests : list of Request
-        The request of each sample, length M. Its `id` is what `Scheduler.add` has returned.
-    sample_at : int32 ``[M]``
-        Which of the T positions are sampled, ascending. A position occurs once per sample.
-    sample_lane, sample_index, sample_position : int32 ``[M]``
-        The scheduler's lane, the number of the sample in its request, the tokens that it has generated so far.
-    beam_width : int32 ``[M]``
-        Beam width of the request. 0: no beam.
-    """
+    """One batch of S rows, T tokens and M samples. The arrays hold until `update` or `fail`."""
 
     _rows: LaneRows
-    plan: Plan
+    plan: Plan  #: of the pool's step: copies, writes, reads
     batch: DecodeBatch | None  # the decodes, if each samples one token
-    tokens: NDArray[int32]
-    num_decodes: int
-    lanes: NDArray[int32]
-    handles: NDArray[int64]
-    num_new: NDArray[int64]
-    sample_at: NDArray[int32]
-    sample_lane: NDArray[int32]
-    sample_index: NDArray[int32]
-    beam_width: NDArray[int32]
-    sample_position: NDArray[int32] = field(init=False)
-    requests: list[Request] = field(init=False)
+    tokens: NDArray[int32]  #: ``[T]``, inputs, row after row; -1: not known yet, see `follows`
+    num_decodes: int  #: they are the first rows: one token each, and its drafts; prefill chunks follow
+    lanes: NDArray[int32]  #: ``[S]``, the scheduler's lane of each row
+    handles: NDArray[int64]  #: ``[S]``
+    num_new: NDArray[int64]  #: ``[S]``, new tokens of each row
+    sample_at: NDArray[int32]  #: ``[M]``, which of the T positions are sampled, ascending, once per sample
+    sample_lane: NDArray[int32]  #: ``[M]``, the scheduler's lane
+    sample_index: NDArray[int32]  #: ``[M]``, number of the sample in its request
+    beam_width: NDArray[int32]  #: ``[M]``, of the request; 0: no beam
+    sample_position: NDArray[int32] = field(init=False)  #: ``[M]``, tokens that the sample has generated so far
+    requests: list[Request] = field(init=False)  #: of each sample; an `id` is what `Scheduler.add` has returned
+    #: ``[T]``, of a step that was planned while another one is out: which sample of that step each input is. -1:
+    #: `tokens` has it. None: the step waits for no other.
     follows: NDArray[int32] | None = None
-    num_drafts: int = 0
+    num_drafts: int = 0  #: inputs of decodes that are drafts (`Scheduler`, ``speculate``)
+    #: ``[M]``, which sampled tokens `update` has taken: not those of rows that had ended or were cancelled, nor those
+    #: behind a wrong draft or an end. None: all.
     taken: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
@@ -348,17 +312,10 @@ COUNTED = (  # at an admission, also at one that a beam takes back
 
 
 class Attempt:
-    """An admission that has begun: what it may change, as it was, so that an exception in it changes nothing.
-
-    Parameters
-    ----------
-    core : Core
-    sequence : Sequence
-        It waits, or is spilled. The first of a beam stands for all.
-    """
+    """An admission that has begun: what it may change, as it was, so that an exception in it changes nothing."""
 
     def __init__(self, core: Core, sequence: Sequence) -> None:
-        group = sequence.group
+        group = sequence.group  # the first sequence of a beam stands for all
         self._core, self._sequence = core, sequence
         self._front = core.queue.is_back(sequence)
         self.again = group.admitted is not None  # it may find what it has computed itself
@@ -450,8 +407,6 @@ class Core:
         self._batch = DecodeBatch(self.rows, 0)
         self._length_plan: Plan | None = None
 
-    # -- what stays in the prefix cache
-
     def kept(self, request: Request) -> Keep | None:
         """Return the directive of a request, None without a prefix cache."""
         return None if self.prefix is None else request.keep
@@ -462,10 +417,7 @@ class Core:
             self.prefix.tick(now)
             self.told = now
 
-    # -- who decodes
-
     def batch(self) -> DecodeBatch:
-        """Return the sequences that decode now."""
         if self.changed:
             self._batch = DecodeBatch(self.rows, self.unforked)
             self.changed = False
@@ -535,10 +487,8 @@ class Core:
         """Set PREFILLING or DECODING, by the tokens left to compute. A beam's sequences decode together."""
         sequence = self.rows.sequence(lane)
         beam = sequence.group.beam
-        if beam is not None and len(beam.live) > 1:
-            return
         state = DECODING if self.rows.remaining(lane) == 1 else PREFILLING
-        if sequence.state != state:
+        if sequence.state != state and (beam is None or len(beam.live) == 1):
             self.move(sequence, state)
 
     def commit(self, lane: int) -> None:
@@ -556,13 +506,12 @@ class Core:
 
         A step ends where the pool takes a checkpoint.
         """
-        if self.prefix is None or not self.has_checkpoints:
-            return most
-        due = int(self.prefix.wanted([self.rows.handle[lane]])[0]) - int(self.rows.computed[lane])
-        if not 0 < due < most:
-            return most
-        self.chunks_allowed += 1
-        return due
+        if self.prefix is not None and self.has_checkpoints:
+            due = int(self.prefix.wanted([self.rows.handle[lane]])[0]) - int(self.rows.computed[lane])
+            if 0 < due < most:
+                self.chunks_allowed += 1
+                return due
+        return most
 
     def leave(self, sequence: Sequence, state: int) -> None:
         """Remove a running sequence from its lane and save its numbers. The caller owns the handle."""
@@ -581,11 +530,9 @@ class Core:
 
     def preempt(self, sequence: Sequence) -> None:
         """Close a running sequence and queue it before all others. A beam is preempted as a whole."""
-        beam = sequence.group.beam
+        beam, lane = sequence.group.beam, sequence.lane
         if beam is not None:
-            beam.preempt(self)
-            return
-        lane = sequence.lane
+            return beam.preempt(self)
         self.commit(lane)
         self.pool.close(int(self.rows.handle[lane]))
         self.leave(sequence, WAITING)
@@ -650,7 +597,7 @@ class Core:
         return group
 
     def remind(self, group: RequestGroup, deadline: float) -> None:
-        """Note the deadline of a new request. Those of requests that have ended leave when they are most."""
+        """Note the deadline of a request. Those of requests that have ended leave when they are most."""
         if len(self.deadlines) > 64 + 2 * len(self.groups):
             self.deadlines = [one for one in self.deadlines if self.group_of(one) is not None]
             heapify(self.deadlines)
@@ -663,21 +610,17 @@ class Core:
 
     def close(self, handles: Iterable[int]) -> None:
         """Close those of the handles that are open, which none is after ``Pool.reset``. -1 is no handle."""
-        there = [handle for handle in dict.fromkeys(handles) if handle >= 0 and self.pool.is_open(handle)]
-        self.pool.close(there)
+        self.pool.close([one for one in dict.fromkeys(handles) if one >= 0 and self.pool.is_open(one)])
 
     def release(self, sequence: Sequence) -> None:
         """Cancel a sequence in any state."""
-        state, lane = sequence.state, sequence.lane
-        if state == WAITING:
-            self.queue.discard(sequence)
-        elif state == SPILLED:
-            del self.spilled[sequence]
-            sequence.kept = None
-        if lane >= 0:
-            self.close([int(self.rows.handle[lane])])
+        if sequence.lane >= 0:
+            self.close([int(self.rows.handle[sequence.lane])])
             self.leave(sequence, FINISHED)
         else:
+            self.queue.discard(sequence)
+            self.spilled.pop(sequence, None)
+            sequence.kept = None
             self.move(sequence, FINISHED)
         self.count[FINISHED] -= 1
         self.cancelled += 1

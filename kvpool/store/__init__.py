@@ -1,8 +1,6 @@
 """KV blocks that outlive the pool: in host memory, on disk, on a server. docs/store.md is the page.
 
-`BlockStore` is the protocol. A store keeps the exported bytes of blocks under the content key of their prefix. It
-knows no pool, no model and no framework: numpy alone. `Layout` says what its records hold; `Layout.blocks` names the
-blocks of a prompt.
+`BlockStore` is the protocol. `Layout` says what its records hold; `Layout.blocks` names the blocks of a prompt.
 """
 
 from kvpool.store.blocks import BlockLayout, Blocks, BlockStore, Layout, TierStats, leading, prefix_keys

@@ -25,21 +25,13 @@ Rows = np.ndarray | Sequence[np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The contents of one record of a layer group.
+    """The contents of one record of a layer group."""
 
-    Parameters
-    ----------
-    block_size : int
-        Tokens of a block. A state group has the pool's grain: its record is the state after these tokens.
-    nbytes : int
-        Bytes of a block as ``export_blocks`` returns it, all columns of it; or of a state.
-    content : str
-        Everything that gives these bytes their meaning: ``repr`` of the specs, kind of the group, dtype, bits. Two
-        layouts with different texts share nothing.
-    """
-
+    #: Tokens of a block. A state group has the pool's grain: its record is the state after these tokens.
     block_size: int
-    nbytes: int
+    nbytes: int  #: bytes of a block as ``export_blocks`` returns it, all columns of it; or of a state
+    #: Everything that gives these bytes their meaning: ``repr`` of the specs, kind of the group, dtype, bits. Two
+    #: layouts with different texts share nothing.
     content: str
 
     def __post_init__(self) -> None:
@@ -87,8 +79,8 @@ class Layout:
                 raise ValueError(
                     f"[Layout] group {number} has blocks of {group.block_size} tokens, no multiple of {block_size}"
                 )
-        for name, value in (("groups", groups), ("block_size", block_size)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "block_size", block_size)
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
@@ -143,25 +135,12 @@ def prefix_keys(tokens: Any, block_size: int, namespace: bytes = b"", key: bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """The names of n blocks of one layer group. `Layout.blocks` makes them.
+    """The names of n blocks of one layer group. `Layout.blocks` makes them."""
 
-    Attributes
-    ----------
-    keys : uint8 ``[n, 16]``
-        Of the prefix up to the end of each block.
-    parents : uint8 ``[n, 16]``
-        Of the prefix up to its beginning.
-    tokens : int32 ``[n, block_size]``
-        Of the block alone.
-    namespace : bytes
-        Digest of the namespace, 16 bytes.
-    group : int
-    """
-
-    keys: np.ndarray
-    parents: np.ndarray
-    tokens: np.ndarray
-    namespace: bytes
+    keys: np.ndarray  #: uint8 ``[n, 16]``, of the prefix up to the end of each block
+    parents: np.ndarray  #: uint8 ``[n, 16]``, of the prefix up to its beginning
+    tokens: np.ndarray  #: int32 ``[n, block_size]``, of the block alone
+    namespace: bytes  #: digest of the namespace, 16 bytes
     group: int = 0
 
     def __len__(self) -> int:
@@ -213,7 +192,6 @@ class BlockStore(Protocol):
 
         Cheap: a tier in memory or on disk asks its index in memory, a server is asked once. Tokens are not compared.
         """
-        ...
 
     def load(self, blocks: Blocks, rows: Rows) -> np.ndarray:
         """Fill `rows` with the bytes of these blocks and return which were loaded, bool ``[n]``.
@@ -221,27 +199,21 @@ class BlockStore(Protocol):
         A block is loaded only if key, parent, tokens, namespace, group, layout and checksum of its record are right. A
         row that was not loaded may hold anything.
         """
-        ...
 
     def store(self, blocks: Blocks, rows: Rows) -> int:
         """Take copies of these blocks and return how many are kept or waiting to be written. It never waits."""
-        ...
 
     def touch(self, blocks: Blocks) -> None:
         """Say that these blocks were of use elsewhere, so that they leave later."""
-        ...
 
     def drain(self, timeout: float = 60.0) -> bool:
         """Wait until everything taken is written or dropped. False: not within `timeout` seconds."""
-        ...
 
     def stats(self) -> dict[str, TierStats]:
         """Counters of each tier, fastest first, by its name."""
-        ...
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most, and let go of everything. A second call does nothing."""
-        ...
 
 
 def leading(found: np.ndarray) -> int:
@@ -274,14 +246,10 @@ def checked(call: str, layout: Layout, blocks: Blocks, rows: Rows | None = None,
     if not 0 <= blocks.group < len(layout.groups):
         raise ValueError(f"[{call}] group is {blocks.group}, the layout has {len(layout.groups)} groups")
     own, count = layout.groups[blocks.group], len(blocks.keys)
-    for name, width, dtype in (
-        ("keys", KEY_NBYTES, np.uint8),
-        ("parents", KEY_NBYTES, np.uint8),
-        ("tokens", own.block_size, np.int32),
-    ):
-        array = getattr(blocks, name)
+    for name, width in ("keys", KEY_NBYTES), ("parents", KEY_NBYTES), ("tokens", own.block_size):
+        array, dtype = getattr(blocks, name), "int32" if name == "tokens" else "uint8"
         if not isinstance(array, np.ndarray) or array.dtype != dtype:
-            raise TypeError(f"[{call}] {name} must be an array of {np.dtype(dtype)}")
+            raise TypeError(f"[{call}] {name} must be an array of {dtype}")
         if array.shape != (count, width):
             raise ValueError(f"[{call}] {name} must have shape {[count, width]}, got {list(array.shape)}")
     if len(blocks.namespace) != KEY_NBYTES:

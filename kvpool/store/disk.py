@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, RLock
@@ -80,13 +80,6 @@ class DiskStore:
     refresh_seconds : float
         How often the directory is looked at for what other processes wrote.
 
-    Attributes
-    ----------
-    ready : threading.Event
-        Set when everything that was there at the start is known. Before that, lookups find less.
-    refused : dict of str to str
-        Segment files that cannot be used, and why.
-
     Raises
     ------
     TypeError, ValueError
@@ -134,8 +127,8 @@ class DiskStore:
         except BaseException:
             self._folder.close()
             raise
-        self.ready = Event()
-        self.refused: dict[str, str] = {}
+        self.ready = Event()  #: set when all that was there at the start is known; before that, lookups find less
+        self.refused: dict[str, str] = {}  #: segment files that cannot be used, and why
         self._lock = RLock()  # guards what follows, up to `_is_closed`
         self._index = form.Index()
         self._segments: dict[int, _Segment] = {}
@@ -179,7 +172,9 @@ class DiskStore:
         found = found[np.argsort(places[found])]
         numbers = places[found] >> np.uint64(32)
         for number in np.unique(numbers).tolist():
-            self._load_from(number, found[numbers == number], names, places, blocks, rows, loaded)
+            which = found[numbers == number]
+            into = [rows[index] for index in which.tolist()]
+            loaded[which] = self._load_from(number, blocks[which], names[which], places[which], into)
         hits = int(loaded.sum())
         nbytes = hits * self.layout.groups[blocks.group].nbytes
         self._count(hits=hits, hit_nbytes=nbytes, misses=len(blocks) - len(found))
@@ -230,59 +225,53 @@ class DiskStore:
     # ---------------------------------------------------------------------- reading
 
     def _load_from(
-        self,
-        number: int,
-        which: np.ndarray,
-        names: np.ndarray,
-        places: np.ndarray,
-        blocks: Blocks,
-        rows: Rows,
-        loaded: np.ndarray,
-    ) -> None:
-        """Load blocks of one segment, in the order of their places."""
+        self, number: int, blocks: Blocks, names: np.ndarray, places: np.ndarray, rows: Sequence[np.ndarray]
+    ) -> list[bool]:
+        """Load blocks of one segment, in the order of their places. Return which were loaded."""
+        loaded = [False] * len(blocks)
         with self._lock:
             segment = self._segments.get(number)
         if segment is None:
-            return self._count(misses=len(which))
+            self._count(misses=len(blocks))
+            return loaded
         try:
             fd = self._opened(segment.stem)
         except OSError as error:
             if error.errno not in _PASSING:
                 with self._lock:
                     self._forget(number)
-            return self._count(misses=len(which), errors=error.errno != errno.ENOENT)
+            self._count(misses=len(blocks), errors=error.errno != errno.ENOENT)
+            return loaded
         own = self.layout.groups[blocks.group]
         head = bytearray(form.head_nbytes(own.block_size))
         damaged = errors = 0
-        expected = form.expected_heads(self.layout.digest, blocks[which], own.nbytes)
         try:
-            for index, (fields, tokens) in zip(which.tolist(), expected, strict=True):
-                offset = int(places[index] & np.uint64(0xFFFFFFFF)) * form.ALIGNMENT
+            for at, (fields, tokens) in enumerate(form.expected_heads(self.layout.digest, blocks, own.nbytes)):
+                offset = int(places[at] & np.uint64(0xFFFFFFFF)) * form.ALIGNMENT
                 try:
-                    count = os.preadv(fd, [head, rows[index].data], offset)
+                    count = os.preadv(fd, [head, rows[at].data], offset)
                 except OSError:
                     count, errors = -1, errors + 1
-                if count == len(head) + own.nbytes and form.is_right(segment.kind, head, fields, tokens, rows[index]):
-                    loaded[index] = True
+                if count == len(head) + own.nbytes and form.is_right(segment.kind, head, fields, tokens, rows[at]):
+                    loaded[at] = True
                     continue
                 damaged += count >= 0
                 is_named_right = count < 0 or (head.startswith(fields) and head.endswith(tokens))
                 if is_named_right or not _is_whole(fd, offset, segment.kind):
                     with self._lock:  # a whole record of other content stays
-                        self._index.forget(int(names[index]), int(places[index]))
+                        self._index.forget(int(names[at]), int(places[at]))
         finally:
             os.close(fd)
         with self._lock:
-            segment.used += int(loaded[which].sum())
+            segment.used += sum(loaded)
         self._count(damaged=damaged, errors=errors)
+        return loaded
 
     def _opened(self, stem: str) -> int:
-        try:
-            return self._folder.open(stem + SEALED)
-        except FileNotFoundError:
+        for name in (stem + SEALED, stem + GROWING):
             with suppress(FileNotFoundError):
-                return self._folder.open(stem + GROWING)
-            return self._folder.open(stem + SEALED)  # it was sealed between the two
+                return self._folder.open(name)
+        return self._folder.open(stem + SEALED)  # it was sealed between the two
 
     # ---------------------------------------------------------------------- the thread
 
@@ -363,7 +352,6 @@ class DiskStore:
         self._refusal = kind
 
     def _begin(self) -> None:
-        """Begin a segment. With the lock of the folder."""
         self._make_room()
         stem, fd = self._folder.create(form.packed_header(self.layout.digest))
         with self._lock:
@@ -569,19 +557,18 @@ class DiskStore:
         segment = self._segments.pop(number, None)
         if segment is not None:
             del self._numbers[segment.stem]
-            self._counts = self._counts.plus(evicted=self._index.drop({number}))
+            self._counts = self._counts.plus(evicted=self._index.drop(number))
 
     def _touch_used(self) -> None:
         """Write down which segments were of use, for whoever makes room: this process, another, a later one."""
         self._touched = time.monotonic()
         with self._lock:
             used = [(each, each.used) for each in self._segments.values() if each.used and each.is_sealed]
-        if not used:
-            return
-        self._folder.touch({segment.stem: count / max(segment.blocks, 1) for segment, count in used})
-        with self._lock:
-            for segment, count in used:
-                segment.used -= count
+        if used:
+            self._folder.touch({segment.stem: count / max(segment.blocks, 1) for segment, count in used})
+            with self._lock:
+                for segment, count in used:
+                    segment.used -= count
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -1,7 +1,6 @@
 """The directory of a `DiskStore`: who may use it, which files are segments, how much may be written.
 
-Several processes share a directory. What must not happen twice happens under a lock on the file ``lock``: making room,
-creating a segment, taking over one whose writer has died.
+Processes that share it make room, create a segment and take over one whose writer has died under a lock on ``lock``.
 """
 
 from __future__ import annotations
@@ -46,23 +45,10 @@ class Listed(NamedTuple):
 
 
 class Folder:
-    """An open directory.
+    """An open directory; made, readable by its owner alone, if it is not there. Without `create` nothing is made.
 
-    Parameters
-    ----------
-    path : str
-        Made, readable by its owner alone, if it is not there.
-    call : str
-        For messages.
-    create : bool
-        False: it has to be there, and nothing is made in it.
-
-    Raises
-    ------
-    NotADirectoryError, PermissionError
-        It is not a directory, a link, another user's, or others may read it.
-    OSError
-        The file ``lock`` cannot be made, for another reason than that nothing may be written here.
+    NotADirectoryError, PermissionError: it is not a directory, a link, another user's, or others may read it. OSError:
+    the file ``lock`` cannot be made, for another reason than that nothing may be written here.
     """
 
     def __init__(self, path: str, call: str, create: bool = True) -> None:
@@ -101,7 +87,6 @@ class Folder:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether nothing can be written here."""
         return self._lock_fd is None
 
     @property
@@ -127,7 +112,6 @@ class Folder:
             os.dup2(new._lock_fd, self._lock_fd, inheritable=False)
 
     def close(self) -> None:
-        """Let go of the directory."""
         for fd in (self.fd, self._lock_fd):
             if fd is not None and fd >= 0:
                 os.close(fd)
@@ -158,10 +142,7 @@ class Folder:
             raise PermissionError(f"[{self._call}] others may use {path} (mode {mode:o}); type: {remedy} {path}")
 
     def segments(self, known: Sequence[Listed] = ()) -> list[Listed]:
-        """The segment files, in no order. Links and what is not a file are left out.
-
-        Sealed ones among those `known` are not looked at again.
-        """
+        """The segment files, in no order, links left out. Sealed ones among those `known` are not looked at again."""
         found, sealed = [], {each.name: each for each in known if each.is_sealed}
         with os.scandir(self.fd) as entries:
             for entry in entries:
@@ -213,10 +194,8 @@ class Folder:
         """Delete a file, if it is there. Return whether it is gone."""
         try:
             os.unlink(name, dir_fd=self.fd)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
         return True
 
     def disk(self) -> tuple[int, int]:

@@ -45,20 +45,10 @@ class Waiting(NamedTuple):
 
 
 class Outbox:
-    """A queue that drops what does not fit, and one thread.
+    """A queue that drops what does not fit into `most_nbytes`, and one thread.
 
-    Parameters
-    ----------
-    write : callable
-        Writes blocks, first in first out. It does not raise.
-    tick : callable
-        Called by the thread at its start, and then about every `tick_seconds`.
-    end : callable
-        The last thing that the thread calls.
-    most_nbytes : int
-        Of blocks that wait.
-    batch_nbytes : int
-        Of blocks that are written in one call, at most; one block at least. `write` may change the attribute.
+    The thread writes blocks, first in first out, one or `batch_nbytes` in a call. It calls `tick` at its start and then
+    about every `tick_seconds`, and `end` last.
     """
 
     def __init__(
@@ -70,7 +60,8 @@ class Outbox:
         tick_seconds: float,
         batch_nbytes: int = 0,
     ) -> None:
-        self._write, self._tick, self._end, self.batch_nbytes = write, tick, end, batch_nbytes
+        self._write, self._tick, self._end = write, tick, end
+        self.batch_nbytes = batch_nbytes  # `write` may change it
         self._most_nbytes, self._tick_seconds = most_nbytes, tick_seconds
         self._change = Condition()
         self._queue: deque[Waiting] = deque()
@@ -117,10 +108,7 @@ class Outbox:
             return self._change.wait_for(lambda: not self._names or not self._thread.is_alive(), timeout)
 
     def close(self, timeout: float) -> int:
-        """Take no more, write what waits, end the thread; wait so many seconds for that.
-
-        What waits then is dropped; return how many blocks.
-        """
+        """Take no more, and let the thread write what waits, for so many seconds. Return how many blocks it drops."""
         with self._change:
             self._is_closed = True
             self._change.notify_all()

@@ -203,10 +203,8 @@ def read_footer(fd: int, size: int, layout: bytes) -> tuple[np.ndarray, int] | N
     if len(footer) != count * FOOTER.itemsize or checksum(kind, footer) != of_footer:
         return None
     entries = np.frombuffer(footer, FOOTER)
-    offsets = entries["offset"]
-    if count and not (int(offsets.max()) < end and not (offsets % ALIGNMENT).any()):
-        return None
-    return entries, end
+    is_sound = not (entries["offset"] % ALIGNMENT).any() and entries["offset"].max(initial=0) < end
+    return (entries, end) if is_sound else None
 
 
 def scanned(fd: int, begin: int, size: int, kind: int, is_ours: Callable[[Head], bool]) -> tuple[np.ndarray, int]:
@@ -224,13 +222,11 @@ def scanned(fd: int, begin: int, size: int, kind: int, is_ours: Callable[[Head],
 
 
 def examine(fd: int, size: int, is_sealed: bool, payloads: bool = True) -> Iterator[tuple[int, Head | None, str]]:
-    """Read every byte of a segment: offset, fields and what is wrong (an empty text: nothing) of each record.
+    """Read a segment, without `payloads` heads and footer only. Yield offset, fields and what is wrong of each record.
 
-    Without `payloads` only heads and footer are read.
-
-    What is wrong elsewhere comes without fields. Where a head is damaged, the footer says where the next record is. A
-    segment that grows ends with its last whole record: what is behind it is being written, or never was. OSError and
-    ValueError say that it cannot be read at all.
+    An empty text: nothing is. What is wrong elsewhere comes without fields. Where a head is damaged, the footer says
+    where the next record is. A segment that grows ends with its last whole record: what is behind it is being written,
+    or never was. OSError and ValueError say that it cannot be read at all.
     """
     kind, layout = read_header(fd)
     footer = read_footer(fd, size, layout) if is_sealed else None
@@ -305,11 +301,10 @@ class Index:
 
     def merge(self, entries: dict[int, np.ndarray]) -> None:
         """Take the footers of segments that do not grow any more, by their number; what was there of a name goes."""
-        for segment in entries:
-            self._recent = {name: place for name, place in self._recent.items() if place >> 32 != segment}
-        names = [self._names, *(footer["name"] for footer in entries.values())]
-        places = [self._places]
+        self._recent = {name: place for name, place in self._recent.items() if place >> 32 not in entries}
+        names, places = [self._names], [self._places]
         for segment, footer in entries.items():
+            names.append(footer["name"])
             places.append(np.uint64(segment << 32) | footer["offset"] // np.uint64(ALIGNMENT))
         joined, where = np.concatenate(names), np.concatenate(places)
         order = np.argsort(joined, kind="stable")
@@ -318,12 +313,12 @@ class Index:
         last &= where != self.NOWHERE
         self._names, self._places = joined[last], where[last]
 
-    def drop(self, segments: set[int]) -> int:
-        """Forget everything in these segments; return how many blocks."""
+    def drop(self, segment: int) -> int:
+        """Forget everything in a segment; return how many blocks."""
         before = len(self)
-        stays = ~np.isin(self._places >> np.uint64(32), np.array(sorted(segments), np.uint64))
+        stays = self._places >> np.uint64(32) != segment
         self._names, self._places = self._names[stays], self._places[stays]
-        self._recent = {name: place for name, place in self._recent.items() if place >> 32 not in segments}
+        self._recent = {name: place for name, place in self._recent.items() if place >> 32 != segment}
         return before - len(self)
 
     def forget(self, name: int, place: int) -> None:

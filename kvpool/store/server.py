@@ -153,9 +153,8 @@ class ServerStore:
     def stats(self) -> dict[str, TierStats]:
         """See `BlockStore.stats`. What the server holds is not known."""
         with self._counting:
-            return {
-                "server": self._counts._replace(queued_nbytes=self._outbox.nbytes, write_seconds=self._outbox.seconds)
-            }
+            outbox = self._outbox
+            return {"server": self._counts._replace(queued_nbytes=outbox.nbytes, write_seconds=outbox.seconds)}
 
     def close(self) -> None:
         """Send what waits, and hang up; see `BlockStore.close`."""

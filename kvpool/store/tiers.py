@@ -77,11 +77,11 @@ class MemoryStore:
                 return 0
             for number, name in enumerate(_names(blocks)):
                 held = self._held.get(name)
-                if held is not None and held[:3] == _proof(blocks, number):
-                    self._held.move_to_end(name)
-                    continue
-                if held is not None:  # another content with this key: the latest one counts
-                    self._nbytes -= self._held.pop(name).row.nbytes
+                if held is not None:
+                    if held[:3] == _proof(blocks, number):
+                        self._held.move_to_end(name)
+                        continue
+                    self._nbytes -= self._held.pop(name).row.nbytes  # another content: the latest one counts
                 while self._nbytes + nbytes > self.max_nbytes:
                     self._nbytes -= self._held.popitem(last=False)[1].row.nbytes
                     self._count(evicted=1)
@@ -152,7 +152,6 @@ class TieredStore:
         return loaded
 
     def store(self, blocks: Blocks, rows: Rows) -> int:
-        """Offer the blocks to every tier; see `BlockStore.store`."""
         return max([tier.store(blocks, rows) for tier in self.tiers])
 
     def touch(self, blocks: Blocks) -> None:
@@ -167,7 +166,6 @@ class TieredStore:
         return {name: stats for tier in self.tiers for name, stats in tier.stats().items()}
 
     def close(self) -> None:
-        """Close all tiers."""
         for tier in self.tiers:
             tier.close()
 

@@ -1,10 +1,14 @@
 """The examples in Python run as they stand."""
 
+import asyncio
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -43,3 +47,12 @@ def test_one_process_computes_a_prompt_and_another_generates():
     status, said = run("prefill_decode.py")
     assert status == 0, said
     assert re.match(r"96 of 100 tokens come from the store\n0 of 100 tokens .*\n\[(\d+, ){11}\d+\]$", said), said
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_async_engine_with_readers_and_cancellations_ends_with_an_empty_pool(seed):
+    counted = asyncio.run(runpy.run_path(str(EXAMPLES / "async_engine.py"))["main"](requests=40, seed=seed))
+    assert counted["failed"] == 0
+    assert counted["finished"] + counted["cancelled"] == 40
+    assert counted["cancelled"] <= 4 and counted["readings"] > 0 and counted["cached tokens"] > 0
+    assert counted["blocks in use at the end"] == 0

@@ -2,10 +2,13 @@
 
 `draw(seed)` makes a workload, `Runner(workload).run()` runs and judges it: every output against a reference that has
 no pool, every step against what docs/scheduling.md says of steps (`scheduler_watch`), the pool when all is over.
+A failure names the number of its workload: ``KVPOOL_WORKLOAD=17`` runs that one alone, and checks after every step.
+``KVPOOL_LONG=1`` runs many more.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +25,12 @@ from kvpool.scheduler import Decoding
 NAMESPACES = (b"", b"lora-1", b"tenant-2")
 TENANTS = (None, "a", "b", ("c", 1))
 EOS_ANY, BLOCK_SIZES = 7, (1, 2, 3, 4, 8, 16, 32)
+ONLY = os.environ.get("KVPOOL_WORKLOAD")
+
+
+def numbers(count: int, long: int) -> range:
+    """The workloads that a test runs: so many, or as many in long tests, or the one of `ONLY`."""
+    return range(int(ONLY), int(ONLY) + 1) if ONLY else range(long if os.environ.get("KVPOOL_LONG") else count)
 
 
 @dataclass
@@ -321,7 +330,7 @@ class Runner:
         if is_plain and type(self) is Runner and not (ahead or workload.tier):
             self.watch.turns = Turns(workload.scheduler)
         self.watch.strict = not (workload.tier or workload.guests or workload.pool.get("in_order"))
-        self.check_every = check_every
+        self.check_every = 1 if ONLY else check_every
         self.outputs: dict[tuple[int, int], Any] = {}
         self.added: dict[int, int] = {}  # request: when
         self.seen: dict[tuple[int, int], int] = {}  # sequence: tokens that were shown

@@ -1,73 +1,30 @@
-"""A model for tests of the scheduler: the next token is a function of what the blocks hold, so a wrong block shows.
-
-`Machine` executes steps on a dict from slot to token, exactly as a backend executes plans: copies, writes, reads.
-"""
+"""Runs a scheduler on the token model, greedily: what a wrong block holds gives other tokens, or an error."""
 
 import numpy as np
-from token_model import why_finished
+from token_model import TokenMemory, TokenModel
 
-VOCABULARY = 50
-
-
-def digest(known):
-    """Return a number that depends on every token."""
-    state = 7
-    for token in known:
-        state = (state * 1000003 + int(token) + 1) % (2**61 - 1)
-    return state
-
-
-def next_token(known):
-    """Return the token that greedy decoding takes."""
-    return digest(known) % VOCABULARY
-
-
-def logprobs_of(known, vocabulary):
-    """Return normalized float32 logprobs of the next token."""
-    scores = np.random.default_rng(digest(known)).normal(size=vocabulary) * 2
-    return (scores - np.log(np.exp(scores).sum())).astype(np.float32)
+MODEL = TokenModel()
 
 
 def greedy(request):
-    """Return what a request generates when it is alone, and why it ends."""
-    known, tokens = request.prompt.tolist(), []
-    while True:
-        tokens.append(next_token(known))
-        known.append(tokens[-1])
-        if reason := why_finished(tokens, request.max_tokens, request.eos, request.stop):
-            return tokens, reason
+    """Return what a request generates when it is alone."""
+    return MODEL.solo(request.prompt, request.max_tokens, eos=request.eos, stop=request.stop).tokens.tolist()
 
 
 class Machine:
-    """Holds the content of the blocks."""
+    """Executes the steps of a scheduler."""
 
     def __init__(self, scheduler, pool):
-        self.scheduler = scheduler
-        self.pool = pool
-        self.content = {}
+        self.scheduler, self.memory = scheduler, TokenMemory(MODEL, pool.num_blocks, pool.block_size)
 
     def execute(self, step):
-        """Do copies and writes of a step; return the context of each sample."""
-        size, plan = self.pool.block_size, step.plan
-        for source, target, count in plan.copies.tolist():
-            for offset in range(count):
-                self.content[target * size + offset] = self.content[source * size + offset]
-        self.content.update(zip(plan.slot_mapping.tolist(), step.tokens.tolist(), strict=True))
-        ends = plan.cu_q_lens[1:].tolist()
-        return [self.context(plan, ends.index(at + 1)) for at in step.sample_at.tolist()]
-
-    def context(self, plan, row):
-        """Return the tokens that a row's table leads to."""
-        size, table = self.pool.block_size, plan.block_tables[row].tolist()
-        return [self.content[table[i // size] * size + i % size] for i in range(int(plan.seq_lens[row]))]
+        """Return the state of each sample of a step."""
+        return self.memory.forward(step.tokens, step.plan)[step.sample_at]
 
     def step(self):
-        """Schedule, execute and update once, greedily; return (step, outputs), or None when nothing is left."""
+        """Schedule, execute and update once; return (step, outputs), or None when nothing is left."""
         step = self.scheduler.schedule()
-        if step is None:
-            return None
-        tokens = np.array([next_token(context) for context in self.execute(step)], np.int32)
-        return step, self.scheduler.update(step, tokens)
+        return None if step is None else (step, self.scheduler.update(step, MODEL.greedy(self.execute(step))))
 
     def run(self, limit=10_000):
         """Step until nothing is left; return the outputs by (id, index)."""

@@ -188,11 +188,11 @@ class TokenModel:
         return done[:n]
 
 
-def first_group(plan: Any) -> Any:
-    """What a plan says of the first column of group 0, as the plan of a pool of one group does."""
+def of_group(plan: Any, group: int) -> Any:
+    """What a plan says of the first column of a group, as the plan of a pool of one group does."""
     if len(getattr(plan, "groups", ())) < 2:
         return plan
-    part, common = plan.groups[0], ("cu_q_lens", "positions", "handles", "num_tokens")
+    part, common = plan.groups[group], ("cu_q_lens", "positions", "handles", "num_tokens")
     return SimpleNamespace(
         seq_lens=part.kv_lens,
         block_tables=part.block_tables[:, :, 0],
@@ -203,13 +203,13 @@ def first_group(plan: Any) -> Any:
 
 
 class TokenMemory:
-    """A `TokenModel` over the slots of a pool, driven by plans alone: by group 0, where a pool has several.
+    """A `TokenModel` over the slots of a pool, driven by plans alone: by one group, where a pool has several.
 
     The plan needs the formats block_tables, seq_lens, slot_mapping and cu_q_lens.
     """
 
-    def __init__(self, model: TokenModel, num_blocks: int, block_size: int) -> None:
-        self.model = model
+    def __init__(self, model: TokenModel, num_blocks: int, block_size: int, group: int = 0) -> None:
+        self.model, self.group = model, group
         self.block_size = block_size
         self.position = np.full(num_blocks * block_size, _EMPTY, np.int64)
         self.history = np.full(num_blocks * block_size, _POISON, np.uint64)
@@ -232,7 +232,7 @@ class TokenMemory:
 
     def spoil(self, plan: Any) -> None:
         """What a forward leaves that breaks off: copies done, half of the writes, wrong."""
-        plan = first_group(plan)
+        plan = of_group(plan, self.group)
         self._copy(plan.copies)
         for plane, value in zip(self.planes, (_EMPTY, _POISON, _POISON), strict=True):
             plane[np.asarray(plan.slot_mapping[: plan.num_tokens], np.int64)[::2]] = value
@@ -243,7 +243,7 @@ class TokenMemory:
         `tokens` are inputs in row order, `salts` the `salt_of` each row's namespace. AssertionError: the arrays
         contradict each other, or a slot of a context does not hold what was written for its position.
         """
-        plan, tokens = first_group(plan), np.asarray(tokens, np.int64)
+        plan, tokens = of_group(plan, self.group), np.asarray(tokens, np.int64)
         slots = np.asarray(plan.slot_mapping[: plan.num_tokens], np.int64)
         ends = plan.cu_q_lens[: len(plan.handles) + 1].tolist()
         assert len(tokens) == len(slots) == ends[-1], f"{tokens.size} tokens, {slots.size} slots, they end at {ends}"

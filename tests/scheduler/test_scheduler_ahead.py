@@ -1,29 +1,20 @@
-"""Two steps out: the second is planned before the tokens of the first are known, and nobody's tokens change.
-
-``KVPOOL_FUZZ_EXAMPLES`` scales how many workloads run (20 by default), ``KVPOOL_LONG=1`` makes them 1,000;
-``KVPOOL_WORKLOAD=17`` runs number 17 alone. A failure names its number.
-"""
-
-import os
+"""Two steps out: the second is planned before the tokens of the first are known, and nobody's tokens change."""
 
 import numpy as np
 import pytest
-from scheduler_workload import Runner, draw
+from scheduler_workload import ONLY, Runner, draw, numbers
 from schedules import drain
 
 from kvpool import Group, Pool, Request, Scheduler
 
-LONG = bool(os.environ.get("KVPOOL_LONG"))
-COUNT = 1000 if LONG else max(1, 20 * int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", "1000")) // 1000)
-ONLY = os.environ.get("KVPOOL_WORKLOAD")
 PARTS = 4
 
 
-@pytest.mark.parametrize("part", range(1 if ONLY else PARTS))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_random_workload_with_two_steps_out_gives_what_decoding_alone_gives(part):
     steps = steps_ahead = 0
-    for seed in [int(ONLY)] if ONLY else range(part, COUNT, PARTS):
-        runner = Runner(draw(seed), check_every=1 if ONLY else 7, ahead=True).run()
+    for seed in numbers(20, 1000)[part::PARTS]:
+        runner = Runner(draw(seed), ahead=True).run()
         steps, steps_ahead = steps + runner.steps, steps_ahead + runner.steps_ahead
     assert ONLY or 3 * steps_ahead > steps, f"{steps_ahead} of {steps} steps were planned ahead"
 

@@ -2,37 +2,34 @@
 
 import numpy as np
 import pytest
-from schedules import Machine, logprobs_of
+from schedules import MODEL, Machine
 from token_model import TokenModel
 
 from kvpool import Pool, Request, Scheduler
 
-VOCABULARY = 9
 
+class Search(Machine):
+    """One beam of width 3 in a pool of a few sequences."""
 
-def scored(scheduler, machine, vocabulary=VOCABULARY, candidates=9):
-    """The next step and the continuations of its hypotheses; None at the end."""
-    if (step := scheduler.schedule()) is None:
-        return None
-    tokens, logprobs = [], []
-    for context in machine.execute(step):
-        scores = logprobs_of(context, vocabulary)
-        order = np.argsort(-scores, kind="stable")[:candidates]
-        tokens.append(np.pad(order, (0, candidates - len(order))))
-        logprobs.append(np.pad(scores[order], (0, candidates - len(order)), constant_values=-np.inf))
-    return step, (np.array(tokens, np.int32), np.array(logprobs, np.float32)) if tokens else None
+    def __init__(self, request):
+        self.request, self.pool = request, Pool(64, 2, max_seqs=4)
+        super().__init__(Scheduler(self.pool), self.pool)
+        self.scheduler.add(request)
 
+    def update(self, step):
+        states = self.execute(step)
+        beams = MODEL.top(states, 6) if len(states) else None
+        return self.scheduler.update(step, np.zeros(len(states), np.int32), beams=beams)
 
-def run(scheduler, pool, vocabulary=VOCABULARY, candidates=9, machine=None):
-    machine, outputs = machine or Machine(scheduler, pool), {}
-    while (found := scored(scheduler, machine, vocabulary, candidates)) is not None:
-        step, given = found
-        scheduler.check()
-        for output in scheduler.update(step, np.zeros(len(step.sample_at), np.int32), beams=given):
-            outputs.setdefault(output.id, []).append(output)
-    scheduler.check()
-    assert pool.stats().used == 0
-    return outputs
+    def ends_as_alone(self):
+        outputs = []
+        while (step := self.scheduler.schedule()) is not None:
+            self.scheduler.check()
+            outputs += self.update(step)
+        self.scheduler.check()
+        expected = MODEL.beam(self.request.prompt, self.request.max_tokens, 3, 3)
+        same = [output.tokens.tolist() for output in outputs] == [one.tokens.tolist() for one in expected]
+        return same and self.pool.stats().used == 0
 
 
 def test_beams_reorder_copies_no_more_than_the_shared_tail():
@@ -88,29 +85,15 @@ def test_beams_cancelled_give_the_best_so_far(after):
     scheduler.check()
 
 
-def alone(request):
-    """The tokens of a request that has a roomy pool for itself. Random workloads compare these with a plain search."""
-    pool = Pool(64, 2)
-    scheduler = Scheduler(pool)
-    scheduler.add(request)
-    (outputs,) = run(scheduler, pool).values()
-    return [output.tokens.tolist() for output in outputs]
-
-
 def test_beams_sequences_taken_by_others_restart_without_loss():
     """Somebody else opens the sequences that the forks need: the beam waits, and is right in the end."""
-    pool = Pool(64, 2, max_seqs=4)
-    scheduler = Scheduler(pool)
-    request = Request([1, 2, 3], max_tokens=6, beam_width=3, n=3)
-    scheduler.add(request)
-    step, given = scored(scheduler, machine := Machine(scheduler, pool))
-    held = [pool.open() for _ in range(pool.options.max_seqs - pool.stats().sequences)]
-    scheduler.update(step, np.zeros(1, np.int32), beams=given)
-    scheduler.check()
-    pool.close(held)
-    (outputs,) = run(scheduler, pool, candidates=9, machine=machine).values()
-    assert scheduler.stats().preemptions >= 3
-    assert [output.tokens.tolist() for output in outputs] == alone(request)
+    search = Search(Request([1, 2, 3], max_tokens=6, beam_width=3, n=3))
+    step = search.scheduler.schedule()
+    held = [search.pool.open() for _ in range(4 - search.pool.stats().sequences)]
+    search.update(step)
+    search.scheduler.check()
+    search.pool.close(held)
+    assert search.ends_as_alone() and search.scheduler.stats().preemptions >= 3
 
 
 class Crowded:
@@ -131,20 +114,14 @@ class Crowded:
 
 
 def test_beams_that_come_back_and_cannot_fork_wait_without_loss():
-    pool = Pool(64, 2, max_seqs=4)
-    scheduler = Scheduler(pool)
-    request = Request([1, 2, 3, 4, 5], max_tokens=6, beam_width=3, n=3)
-    scheduler.add(request)
-    machine = Machine(scheduler, pool)
+    search = Search(Request([1, 2, 3, 4, 5], max_tokens=6, beam_width=3, n=3))
+    scheduler, pool = search.scheduler, search.pool
     for _ in range(3):
-        step, given = scored(scheduler, machine)
-        scheduler.update(step, np.zeros(len(step.sample_at), np.int32), beams=given)
+        search.update(scheduler.schedule())
     core = scheduler._core
     core.beams[0].preempt(core)
     before = scheduler.stats().preemptions
-    step = scheduler.schedule()  # what all have in common, if it is not in the cache
-    machine.execute(step)
-    scheduler.update(step, np.zeros(0, np.int32))
+    search.update(scheduler.schedule())  # what all have in common, if it is not in the cache
     core.pool = Crowded(pool)
     try:
         step = scheduler.schedule()
@@ -153,8 +130,7 @@ def test_beams_that_come_back_and_cannot_fork_wait_without_loss():
     assert scheduler.stats().preemptions > before
     scheduler.check()
     scheduler.fail(step)
-    (outputs,) = run(scheduler, pool).values()
-    assert [output.tokens.tolist() for output in outputs] == alone(request)
+    assert search.ends_as_alone()
 
 
 @pytest.mark.parametrize("eos", [(), (2,)])

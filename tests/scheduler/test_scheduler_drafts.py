@@ -1,27 +1,18 @@
-"""Drafted tokens: every output is what decoding alone gives, whatever is drafted, and drafts take nothing from others.
-
-``KVPOOL_LONG=1`` runs 600 workloads instead of 40; ``KVPOOL_WORKLOAD=17`` runs number 17 alone. A failure names its
-number.
-"""
+"""Drafted tokens: every output is what decoding alone gives, and drafts take nothing from others."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 from eviction_workload import EvictedMemory
 from group_workload import GroupRunner, draw_groups, with_prefixes
-from scheduler_workload import Runner, Workload, draw
-from token_model import TokenMemory, TokenModel
+from scheduler_workload import ONLY, Runner, Workload, draw, numbers
+from schedules import MODEL, Machine, greedy
 
 from kvpool import Group, Pool, Request, Scheduler
 from kvpool.eviction import H2O, Evictor
-
-COUNT = 600 if os.environ.get("KVPOOL_LONG") else 40
-ONLY = os.environ.get("KVPOOL_WORKLOAD")
-SEEDS = [int(ONLY)] if ONLY else range(COUNT)
 
 
 def drafting(workload: Workload) -> Workload:
@@ -38,8 +29,8 @@ def drafting(workload: Workload) -> Workload:
 @pytest.mark.long
 def test_random_workload_with_drafts_gives_what_decoding_alone_gives():
     drafted = accepted = preempted = 0
-    for seed in SEEDS:
-        counts = Runner(drafting(draw(seed)), check_every=1 if ONLY else 7).run().scheduler.stats()
+    for seed in numbers(40, 600):
+        counts = Runner(drafting(draw(seed))).run().scheduler.stats()
         drafted, accepted = drafted + counts.drafted_tokens, accepted + counts.accepted_tokens
         preempted += counts.preemptions
     assert ONLY or (drafted > 1000 and 0.2 < accepted / drafted < 0.8 and preempted > 20)
@@ -49,9 +40,9 @@ def test_random_workload_with_drafts_gives_what_decoding_alone_gives():
 @pytest.mark.parametrize("prefixes", [False, True])
 def test_random_workload_with_drafts_and_groups_gives_what_decoding_alone_gives(prefixes):
     accepted = rejected = 0
-    for seed in SEEDS[: COUNT // 2]:
+    for seed in numbers(20, 300):
         workload = drafting(draw_groups(seed))
-        runner = GroupRunner(with_prefixes(workload) if prefixes else workload, check_every=1 if ONLY else 5).run()
+        runner = GroupRunner(with_prefixes(workload) if prefixes else workload, check_every=5).run()
         counts = runner.scheduler.stats()
         accepted += counts.accepted_tokens
         rejected += counts.drafted_tokens - counts.accepted_tokens
@@ -61,33 +52,29 @@ def test_random_workload_with_drafts_and_groups_gives_what_decoding_alone_gives(
 # ---- one sequence
 
 
-class Solo:
-    """One scheduler on the token model, whose drafts are those of the test."""
+class Solo(Machine):
+    """One sequence, whose drafts are those of the test."""
 
-    def __init__(self, request: Request, drafts: Any, num_blocks: int = 32, **options: Any) -> None:
-        self.pool = Pool(num_blocks, 4)
-        self.model = TokenModel()
-        self.memory = TokenMemory(self.model, num_blocks, 4)
-        self.scheduler = Scheduler(self.pool, speculate=drafts, **options)
+    def __init__(self, request: Request, drafts: Any, **options: Any) -> None:
+        self.pool = Pool(32, 4)
+        super().__init__(Scheduler(self.pool, speculate=drafts, **options), self.pool)
         self.scheduler.add(request)
         self.steps: list[int] = []  # inputs of each
 
-    def step(self) -> list[Any]:
-        step = self.scheduler.schedule()
+    def execute(self, step: Any) -> Any:
+        self.scheduler.check()
         self.steps.append(len(step.tokens))
-        states = self.memory.forward(step.tokens, step.plan)[step.sample_at]
-        return self.scheduler.update(step, self.model.greedy(states))
+        return super().execute(step)
 
-    def run(self) -> Any:
-        while not (outputs := self.step()):
-            self.scheduler.check()
-        assert (self.scheduler.schedule(), self.pool.stats().used) == (None, 0)
-        return outputs[0]
+    def tokens(self) -> list[int]:
+        (output,) = self.run().values()
+        assert self.pool.stats().used == 0
+        return output.tokens.tolist()
 
 
 def right(prompt: Any, count: int = 100) -> Any:
     """A proposer of the tokens that come, beyond any end."""
-    alone = TokenModel().solo(prompt, count).tokens
+    alone = greedy(Request(prompt, count))
     return lambda rows: [alone[len(row.generated) :] for row in rows]
 
 
@@ -104,23 +91,22 @@ PROMPT = np.arange(9)
 )
 def test_right_drafts_end_a_sequence_in_few_steps_and_wrong_ones_give_one_token_a_step(drafts, count, steps, accepted):
     solo = Solo(Request(PROMPT, count), drafts, max_step_tokens=9)
-    assert solo.run().tokens.tolist() == TokenModel().solo(PROMPT, count).tokens.tolist()
+    assert solo.tokens() == greedy(Request(PROMPT, count))
     assert solo.steps == steps and solo.scheduler.stats().accepted_tokens == accepted
 
 
 def test_step_says_which_tokens_were_taken():
-    alone = TokenModel().solo(PROMPT, 20).tokens
+    alone = greedy(Request(PROMPT, 20))
     solo = Solo(Request(PROMPT, 20), lambda rows: [[*alone[1:3], 99, 98]])
     solo.step()
     step = solo.scheduler.schedule()
     assert (step.num_drafts, step.taken, step.num_decodes) == (4, None, 1)
     assert step.tokens.tolist() == [*alone[:3], 99, 98]
     assert step.sample_position.tolist() == [1, 2, 3, 4, 5]
-    assert [step.generated(at).tolist() for at in (0, 2)] == [alone[:1].tolist(), alone[:3].tolist()]
-    states = solo.memory.forward(step.tokens, step.plan)[step.sample_at]
-    solo.scheduler.update(step, solo.model.greedy(states))
+    assert [step.generated(at).tolist() for at in (0, 2)] == [alone[:1], alone[:3]]
+    solo.scheduler.update(step, MODEL.greedy(solo.execute(step)))
     assert step.taken.tolist() == [True, True, True, False, False]
-    assert solo.scheduler.tokens_of(0).tolist() == alone[:4].tolist()
+    assert solo.scheduler.tokens_of(0).tolist() == alone[:4]
 
 
 # ---- beside others
@@ -129,12 +115,10 @@ def test_step_says_which_tokens_were_taken():
 def test_row_without_blocks_for_its_drafts_has_none():
     """The pool has exactly what the two sequences need: nobody is preempted for a draft, and some drafts run."""
     pool = Pool(8, 4, reserved_blocks=0)
-    memory, model = TokenMemory(TokenModel(), 8, 4), TokenModel()
     scheduler = Scheduler(pool, speculate=lambda rows: [[99] * 9] * len(rows), watermark=0)
     for prompt in ([1, 2, 3], [4, 5, 6]):
         scheduler.add(Request(prompt, 14))
-    while (step := scheduler.schedule()) is not None:
-        scheduler.update(step, model.greedy(memory.forward(step.tokens, step.plan)[step.sample_at]))
+    Machine(scheduler, pool).run()
     assert scheduler.stats().preemptions == 0 < scheduler.stats().drafted_tokens
 
 
@@ -146,7 +130,7 @@ def test_proposer_that_raises_or_gives_no_tokens_loses_nothing(wrong):
     with pytest.raises((ValueError, TypeError), match=r"\[schedule\]"):
         solo.scheduler.schedule()
     solo.scheduler.check()
-    assert solo.run().tokens.tolist() == TokenModel().solo(PROMPT, 8).tokens.tolist()
+    assert solo.tokens() == greedy(Request(PROMPT, 8))
 
 
 # ---- refusals
@@ -165,6 +149,6 @@ def test_pool_that_takes_no_token_back_is_refused():
 
 def test_eviction_and_drafts_exclude_each_other():
     pool = Pool(9, 4)
-    evictor = Evictor(H2O(max_kv=8, sink=1), pool, EvictedMemory(TokenModel(), pool))
+    evictor = Evictor(H2O(max_kv=8, sink=1), pool, EvictedMemory(MODEL, pool))
     with pytest.raises(ValueError, match="speculate and eviction exclude each other"):
         Scheduler(pool, speculate=right(PROMPT), eviction=evictor)

@@ -1,12 +1,7 @@
-"""The scheduler on pools with layer groups: every arena is the bottleneck in turn, and no request is lost to it.
-
-``KVPOOL_LONG=1`` runs 600 workloads instead of 18; ``KVPOOL_WORKLOAD=17`` runs number 17 alone. A failure names its
-number.
-"""
+"""The scheduler on pools with layer groups: every arena is the bottleneck in turn, and no request is lost to it."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from group_workload import GroupRunner, arena_of, draw_groups, peak, with_prefixes
+from scheduler_workload import numbers
 from schedules import drain
 
 from kvpool import Group, Plan, Pool, Request, Scheduler
 from kvpool.errors import OutOfBlocks, RequestRejected
 from kvpool.scheduler.needs import Needs
 
-LONG = bool(os.environ.get("KVPOOL_LONG"))
-COUNT = 600 if LONG else 18
-ONLY = os.environ.get("KVPOOL_WORKLOAD")
 PARTS = 3
 GROUPS = [Group.full(), Group.window(8, arena=1, num_blocks=200), Group.state(100)]
 
@@ -44,16 +37,12 @@ def groups_with(full: int = 200, window: int = 200, slots: int = 100) -> dict[st
 # ---- workloads
 
 
-@pytest.mark.parametrize("part", range(1 if ONLY else PARTS))
-def test_random_workload_with_groups_gives_what_decoding_alone_gives(part):
-    for seed in [int(ONLY)] if ONLY else range(part, COUNT, PARTS):
-        GroupRunner(draw_groups(seed), check_every=1 if ONLY else 5).run()
-
-
-@pytest.mark.parametrize("part", range(1 if ONLY else PARTS))
-def test_random_workload_with_prefixes_of_groups_gives_what_decoding_alone_gives(part):
-    for seed in [int(ONLY)] if ONLY else range(part, COUNT, PARTS):
-        GroupRunner(with_prefixes(draw_groups(seed)), check_every=1 if ONLY else 5).run()
+@pytest.mark.parametrize("prefixes", [False, True])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_workload_with_groups_gives_what_decoding_alone_gives(part, prefixes):
+    for seed in numbers(18, 600)[part::PARTS]:
+        workload = draw_groups(seed)
+        GroupRunner(with_prefixes(workload) if prefixes else workload, check_every=5).run()
 
 
 # ---- counts

@@ -25,7 +25,7 @@ def test_deadline_of_an_id_that_is_used_again_is_that_of_the_new_request():
     scheduler.add(request)
     clock.now = 50.0
     ((_, output),) = machine.run().items()
-    assert output.tokens.tolist() == greedy(request)[0]
+    assert output.tokens.tolist() == greedy(request)
     assert scheduler.stats().expired == 0
 
 

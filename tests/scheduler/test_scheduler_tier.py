@@ -2,79 +2,65 @@
 
 import numpy as np
 import pytest
-from schedules import Machine, greedy, next_token
+from schedules import MODEL, Machine, greedy
+from token_model import TokenMemory
 
 from kvpool import Group, Pool, Request, Scheduler
 
 
-class HostTier:
-    """Keeps the content of the blocks that are spilled to it."""
+class Spilling(Machine):
+    """Executes the steps of a scheduler whose tier it is: it keeps the content of the blocks that are spilled."""
 
-    def __init__(self, pool):
-        self.size, self.content = pool.block_size, {}
-
-    def slots(self, blocks):
-        return [block * self.size + place for block in blocks.tolist() for place in range(self.size)]
+    def __init__(self, pool, **options):
+        super().__init__(Scheduler(pool, watermark=0, tier=self, **options), pool)
 
     def spill_to_host(self, handle, blocks):
-        return [self.content.get(slot) for slot in self.slots(blocks)]
+        return self.memory.save(blocks)
 
     def prefetch(self, kept, handle, blocks):
-        self.content.update(zip(self.slots(blocks), kept, strict=True))
+        self.memory.load(kept, blocks)
 
 
 def made(num_blocks, prefix_cache=False, **options):
     """A pool, a scheduler with a tier, and what executes its steps."""
     pool = Pool(num_blocks, 2, prefix_cache=prefix_cache, seed=1)
-    tier = HostTier(pool)
-    scheduler = Scheduler(pool, watermark=0, tier=tier, **options)
-    machine = Machine(scheduler, pool)
-    machine.content = tier.content
-    return pool, scheduler, machine
+    machine = Spilling(pool, **options)
+    return pool, machine.scheduler, machine
+
+
+class SpillingTwo(Spilling):
+    """The same for a pool of two full groups, which hold the same tokens."""
+
+    def __init__(self, pool, size, **options):
+        super().__init__(pool, **options)
+        self.groups = self.memory, TokenMemory(MODEL, 64, size, group=1)
+
+    def execute(self, step):
+        one, other = (memory.forward(step.tokens, step.plan)[step.sample_at] for memory in self.groups)
+        assert np.array_equal(one, other)
+        return one
+
+    def spill_to_host(self, handle, blocks):
+        return [memory.save(ids.ravel()) for memory, ids in zip(self.groups, blocks, strict=True)]
+
+    def prefetch(self, kept, handle, blocks):
+        for memory, part, ids in zip(self.groups, kept, blocks, strict=True):
+            memory.load(part, ids.ravel())
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_tier_receives_the_blocks_of_each_full_group(prefix_cache):
-    sizes = 2, 4
     groups = [Group.full(), Group.full(block_size=4, arena=1, num_blocks=12)]
-    pool = Pool(16, 2, groups=groups, prefix_cache=prefix_cache, seed=1)
-    memory = [np.full((64, size), -1) for size in sizes]  # of each group: tokens by block and place
-
-    class Tier:
-        spilled = 0
-
-        def spill_to_host(self, handle, blocks):
-            self.spilled += 1
-            return [kept[ids.ravel()].copy() for kept, ids in zip(memory, blocks, strict=True)]
-
-        def prefetch(self, kept, handle, blocks):
-            for into, rows, ids in zip(memory, kept, blocks, strict=True):
-                into[ids.ravel()] = rows
-
-    tier = Tier()
-    scheduler = Scheduler(pool, watermark=0, prefill_chunk=3, tier=tier)
+    machine = SpillingTwo(Pool(16, 2, groups=groups, prefix_cache=prefix_cache, seed=1), 4, prefill_chunk=3)
     requests = [Request(range(10 * i, 10 * i + 4 + i), max_tokens=15, n=1 + i % 2) for i in range(4)]
     for request in requests:
-        scheduler.add(request)
-    outputs = {}
-    while (step := scheduler.schedule()) is not None:
-        plan, found = step.plan, []
-        for part, kept, size in zip(plan.groups, memory, sizes, strict=True):
-            for src, dst, n in part.copies.tolist():
-                kept[dst, :n] = kept[src, :n]
-            kept.reshape(-1)[part.slot_mapping[0]] = step.tokens
-            rows = np.searchsorted(plan.cu_q_lens, step.sample_at, side="right") - 1
-            held = [(part.block_tables[row, :, 0], int(part.kv_lens[row])) for row in rows.tolist()]
-            found.append([kept[ids[: -(-n // size)]].ravel()[:n].tolist() for ids, n in held])
-        assert found[0] == found[1]
-        tokens = np.int32([next_token(context) for context in found[0]])
-        outputs.update({(output.id, output.index): output for output in scheduler.update(step, tokens)})
-        scheduler.check()
-    assert {key: output.tokens.tolist() for key, output in outputs.items()} == {
-        (i, j): greedy(request)[0] for i, request in enumerate(requests) for j in range(request.n)
+        machine.scheduler.add(request)
+    assert {key: output.tokens.tolist() for key, output in machine.run().items()} == {
+        (i, j): greedy(request) for i, request in enumerate(requests) for j in range(request.n)
     }
-    stats = scheduler.stats()
-    assert stats.spills == tier.spilled > 0 and stats.preemptions == stats.recomputed_tokens == 0
+    machine.scheduler.check()
+    stats = machine.scheduler.stats()
+    assert stats.spills > 0 and stats.preemptions == stats.recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -97,7 +83,7 @@ def test_restored_sequence_holds_no_second_copy_of_what_is_cached(n):
         outputs += machine.step()[1]
         tables = {block for handle in scheduler.handles.tolist() for block in pool.table(handle).tolist()}
         assert pool.stats().used == len(tables)
-    assert {one.id: one.tokens.tolist() for one in outputs} == {one.id: greedy(one)[0] for one in requests}
+    assert {one.id: one.tokens.tolist() for one in outputs} == {one.id: greedy(one) for one in requests}
     assert pool.prefix.match([*range(100, 140), 1]) == 40
 
 
@@ -109,7 +95,7 @@ def until_spilled():
         scheduler.add(request)
     while not scheduler.stats().spilled:
         machine.step()
-    return pool, scheduler, machine, greedy(requests[0])[0]
+    return pool, scheduler, machine, greedy(requests[0])
 
 
 def test_tier_spilled_comes_back_before_those_who_wait():

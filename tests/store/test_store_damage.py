@@ -40,10 +40,9 @@ def filled(path, tokens=TOKENS, layout=SMALL):
 def found(path, tokens=TOKENS, layout=SMALL):
     """Open a directory and load a prompt: which blocks are there."""
     store = opened(path, layout)
-    try:
-        return np.flatnonzero(kit.loads(store, layout.blocks(tokens)[0])).tolist()
-    finally:
-        store.close()
+    there = np.flatnonzero(kit.loads(store, layout.blocks(tokens)[0])).tolist()
+    store.close()
+    return there
 
 
 def test_segment_has_the_documented_bytes(tmp_path):
@@ -176,7 +175,6 @@ def test_segment_that_could_not_be_opened_once_is_found_later(tmp_path, monkeypa
         time.sleep(0.01)
     assert not store.refused and store.stats()["disk"].errors == 1
     kit.loads(store, blocks, range(3))
-    store.close()
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
@@ -192,7 +190,6 @@ def test_load_that_could_not_open_a_segment_forgets_no_block(tmp_path, monkeypat
     stats = store.stats()["disk"]
     assert (stats.errors, stats.evicted, stats.misses) == (1, 0, len(blocks))
     kit.loads(store, blocks, range(3))
-    store.close()
 
 
 @pytest.mark.skipif(segment_format.KIND == segment_format.CRC32, reason="needs xxhash")
@@ -257,12 +254,9 @@ def test_something_in_the_place_of_a_segment_is_left_alone(tmp_path, what, name)
     IN_THE_WAY[what](tmp_path / "store" / name)
     store = opened(tmp_path / "store")
     blocks = SMALL.blocks(TOKENS)[0]
-    try:
-        kit.loads(store, blocks, [])
-        kit.stores(store, blocks)
-        kit.loads(store, blocks, range(3))
-    finally:
-        store.close()
+    kit.loads(store, blocks, [])
+    kit.stores(store, blocks)
+    kit.loads(store, blocks, range(3))
     assert (tmp_path / "kept").read_bytes()[:8] == b"kvpoolsg"
 
 
@@ -285,10 +279,7 @@ def test_link_that_was_swapped_in_while_the_store_is_open_is_a_miss(tmp_path):
     store = opened(tmp_path / "store", refresh_seconds=3600.0)
     segment.rename(tmp_path / "moved")
     segment.symlink_to(tmp_path / "moved")
-    try:
-        kit.loads(store, SMALL.blocks(TOKENS)[0], [])
-    finally:
-        store.close()
+    kit.loads(store, SMALL.blocks(TOKENS)[0], [])
 
 
 def test_read_error_is_a_miss_and_is_counted(tmp_path, monkeypatch):
@@ -307,7 +298,6 @@ def test_read_error_is_a_miss_and_is_counted(tmp_path, monkeypatch):
     monkeypatch.undo()
     kit.stores(store, blocks)
     kit.loads(store, blocks, range(3))  # it was forgotten, and so written again
-    store.close()
 
 
 @pytest.mark.parametrize("error", [None, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
@@ -406,7 +396,6 @@ def test_read_only_directory_is_read(tmp_path, monkeypatch):
     kit.loads(store, blocks, range(3))
     others = SMALL.blocks(kit.prompt(2, 6))[0]
     assert store.store(others, kit.content(SMALL, others)) == 0
-    store.close()
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ def test_smaller_quota_is_kept_from_the_start(tmp_path):
     store = opened(tmp_path / "store", 4 * SEGMENT)
     assert held(tmp_path / "store") <= 4 * SEGMENT
     kit.loads(store, blocks_of(5, 10), range(10))
-    store.close()
 
 
 def test_segment_in_use_stays_longer_than_others(tmp_path):
@@ -73,7 +72,6 @@ def test_segment_in_use_stays_longer_than_others(tmp_path):
             store.touch(blocks_of(0, 4))
     assert store.stats()["disk"].evicted > 50 and not kit.loads(store, blocks_of(3, 4)).any()
     kit.loads(store, blocks_of(0, 4), range(4))
-    store.close()
 
 
 def test_two_stores_share_the_quota_and_forget_what_the_other_deleted(tmp_path):
@@ -85,8 +83,6 @@ def test_two_stores_share_the_quota_and_forget_what_the_other_deleted(tmp_path):
             kit.stores(store, blocks_of(seed if store is one else seed + 50))
             assert held(tmp_path / "store") <= most
     assert not kit.loads(one, blocks_of(100)).any() and not kit.loads(two, blocks_of(100)).any()
-    for store in (one, two):
-        store.close()
 
 
 def test_amplification_of_writes_is_small(tmp_path):
@@ -116,7 +112,6 @@ def test_files_deleted_under_a_store_are_misses_and_it_goes_on(tmp_path):
     store.close()
     store = opened(tmp_path / "store")
     kit.loads(store, blocks_of(2), range(20))
-    store.close()
 
 
 def test_error_of_the_writer_that_nobody_foresaw_loses_one_block(tmp_path, monkeypatch, caplog):
@@ -132,7 +127,6 @@ def test_error_of_the_writer_that_nobody_foresaw_loses_one_block(tmp_path, monke
     kit.stores(store, blocks)
     assert "planted" in caplog.text
     kit.loads(store, blocks, range(1, 20))
-    store.close()
 
 
 def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
@@ -149,7 +143,6 @@ def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
         go.set()
     assert store.drain(60)
     kit.loads(store, blocks, range(4))
-    store.close()
 
 
 def test_store_that_was_closed_too_early_has_nothing_and_counts_what_it_dropped(tmp_path, monkeypatch):
@@ -170,7 +163,6 @@ def test_store_that_was_closed_too_early_has_nothing_and_counts_what_it_dropped(
         assert not store.lookup(blocks_of(seed)).any()
         kit.loads(store, blocks_of(seed), [])
     assert store.drain(1.0) and store.stats()["disk"].queued_nbytes == store.stats()["disk"].blocks == 0
-    other.close()
 
 
 def test_look_that_ends_after_a_close_finds_nothing(tmp_path, monkeypatch):
@@ -186,7 +178,6 @@ def test_look_that_ends_after_a_close_finds_nothing(tmp_path, monkeypatch):
     store._outbox._thread.join(60)
     assert store.ready.is_set() and not store.lookup(blocks_of(1)).any()
     kit.loads(store, blocks_of(1), [])
-    other.close()
 
 
 def test_block_that_could_not_be_copied_is_taken_later(tmp_path, monkeypatch):
@@ -202,7 +193,6 @@ def test_block_that_could_not_be_copied_is_taken_later(tmp_path, monkeypatch):
     assert store.drain(1.0) and store.stats()["disk"].queued_nbytes == 0
     assert store.store(blocks, kit.content(LAYOUT, blocks)) == 20 and store.drain(60)
     kit.loads(store, blocks, range(20))
-    store.close()
 
 
 WIDE = 1 << 40
@@ -263,7 +253,7 @@ def test_index_finds_what_a_dict_finds_in_16_bytes_each():
         known.update({name: segment << 32 | offset // 64 for name, offset in entries.tolist()})
         if segment % 7 == 6:
             count = sum(place >> 32 in (segment - 3, segment) for place in known.values())
-            assert index.drop({segment - 3, segment}) == count
+            assert index.drop(segment - 3) + index.drop(segment) == count
             known = {name: place for name, place in known.items() if place >> 32 not in (segment - 3, segment)}
         name, place = next(iter(known.items()))
         index.forget(name, place + 1)  # it is elsewhere: nothing to forget
@@ -313,7 +303,6 @@ def test_store_on_a_full_disk_drops_its_oldest_blocks_and_goes_on(tmp_path, monk
     assert stats.dropped == 0 and stats.evicted > 0 and not store.is_paused and not caplog.records
     assert stats.reserve_nbytes == SEGMENT
     kit.loads(store, blocks_of(0, 8), [])
-    store.close()
 
 
 def test_store_on_a_file_system_that_does_not_say_its_size_has_its_quota(tmp_path, monkeypatch):
@@ -326,7 +315,6 @@ def test_store_on_a_file_system_that_does_not_say_its_size_has_its_quota(tmp_pat
             kit.loads(store, blocks_of(seed, 4), range(4))
         stats = store.stats()["disk"]
         assert not store.is_paused and stats.errors == stats.dropped == 0 and stats.limit_nbytes == store.max_nbytes
-        store.close()
 
 
 def test_limit_of_a_store_is_what_the_disk_has_beside_the_reserve(tmp_path, monkeypatch):
@@ -339,7 +327,6 @@ def test_limit_of_a_store_is_what_the_disk_has_beside_the_reserve(tmp_path, monk
         while abs(store.stats()["disk"].limit_nbytes - due * SEGMENT) >= SEGMENT and time.monotonic() < end:
             time.sleep(0.01)
         assert abs(store.stats()["disk"].limit_nbytes - due * SEGMENT) < SEGMENT, (others, due)
-    store.close()
 
 
 def test_store_that_finds_no_room_on_the_disk_takes_nothing_and_keeps_what_it_has(tmp_path, monkeypatch, caplog):
@@ -352,7 +339,6 @@ def test_store_that_finds_no_room_on_the_disk_takes_nothing_and_keeps_what_it_ha
         assert store.drain(60)
     assert store.is_paused and len(caplog.records) == 1
     kit.loads(store, blocks_of(1, 4), range(4))
-    store.close()
 
 
 def test_segments_that_cannot_be_deleted_count_and_are_not_counted_as_gone(tmp_path, monkeypatch, caplog):
@@ -380,7 +366,6 @@ def test_segments_that_cannot_be_deleted_count_and_are_not_counted_as_gone(tmp_p
     assert store.is_paused and (after.evicted, after.errors) == (before.evicted, before.errors + 1)
     (told,) = (record.getMessage() for record in caplog.records)
     assert "segments cannot be deleted; check who owns them" in told
-    store.close()
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "of another model"])
@@ -412,8 +397,6 @@ def test_directory_that_is_gone_comes_back(tmp_path, monkeypatch, how, caplog):
         assert not store.is_paused and (tmp_path / "store").stat().st_mode & 0o777 == 0o700
         again = opened(tmp_path / "store")
         kit.loads(again, blocks_of(2), range(20))
-        again.close()
-    store.close()
 
 
 def test_sealed_file_is_opened_once(tmp_path, monkeypatch):

@@ -33,15 +33,7 @@ def server(request, tmp_path_factory):
 def opened(server):
     """A factory of stores on an empty server; all are closed at the end."""
     server.client.flushall()
-    made = []
-
-    def factory(layout, place):
-        made.append(ServerStore(server.url, layout, timeout=5.0))
-        return made[-1]
-
-    yield factory
-    for store in made:
-        store.close()
+    return lambda layout, place: ServerStore(server.url, layout, timeout=5.0)
 
 
 @pytest.mark.parametrize("case", kit.CASES, ids=lambda case: case.__name__)
@@ -70,7 +62,6 @@ def test_server_restarted_without_its_data_is_a_miss_and_then_serves(tmp_path, k
         kit.stores(store, blocks)
         kit.loads(store, blocks, range(len(blocks)))
     finally:
-        store.close()
         running.stop()
 
 
@@ -179,7 +170,6 @@ def test_server_that_fails_is_in_the_log_once_until_it_works(tmp_path, caplog):
     assert store._ask(lambda client: [1])  # as when it has answered
     assert not store.lookup(blocks).any()
     assert len(caplog.records) == 2
-    store.close()
 
 
 def test_server_that_is_not_there_costs_one_try_until_the_pause_ends(tmp_path):
@@ -191,7 +181,6 @@ def test_server_that_is_not_there_costs_one_try_until_the_pause_ends(tmp_path):
         assert store.store(blocks, kit.content(kit.LAYOUT, blocks)) == 0
     stats = store.stats()["server"]
     assert (stats.errors, stats.misses, stats.dropped) == (1, 5 * len(blocks), 5 * len(blocks))
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -303,20 +292,17 @@ def test_batch_that_a_slow_link_does_not_carry_is_followed_by_smaller_ones(opene
             raise TimeoutError
 
     before_each_pipeline(monkeypatch, store, slow)
-    try:
-        for _ in range(20):
-            store.store(blocks, kit.content(LARGE, blocks))
-            assert store.drain(60)
-            if store.lookup(blocks).all():
-                break
-        assert store.lookup(blocks).all() and max(sent) > 8 and store.stats()["server"].errors <= 10
-        most[0], largest = 1000, max(sent)
-        for _ in range(20):
-            store.store(blocks, kit.content(LARGE, blocks))
-            assert store.drain(60)
-        assert max(sent[-3:]) == largest == 16, "a MiB again"
-    finally:
-        store.close()
+    for _ in range(20):
+        store.store(blocks, kit.content(LARGE, blocks))
+        assert store.drain(60)
+        if store.lookup(blocks).all():
+            break
+    assert store.lookup(blocks).all() and max(sent) > 8 and store.stats()["server"].errors <= 10
+    most[0], largest = 1000, max(sent)
+    for _ in range(20):
+        store.store(blocks, kit.content(LARGE, blocks))
+        assert store.drain(60)
+    assert max(sent[-3:]) == largest == 16, "a MiB again"
 
 
 @pytest.mark.parametrize(("tokens", "nbytes"), [(4, 512 << 20), (2**20 + 1, 64)])
@@ -336,4 +322,3 @@ def test_server_store_is_bounded_by_its_queue(opened, server):
         os.kill(server.process.pid, 18)
     assert store.drain(60.0)
     assert np.flatnonzero(kit.loads(store, blocks)).tolist() == list(range(took))
-    store.close()

@@ -118,7 +118,6 @@ def test_tiers_answer_for_each_other(tmp_path):
     (segment,) = (tmp_path / "store").glob("*.kvpool-open")
     segment.write_bytes(b"")  # the disk has lost everything
     kit.loads(tiers, blocks, range(11, 15))
-    tiers.close()
 
 
 def test_block_that_the_last_tier_refused_is_lacking_until_it_has_it(tmp_path):
@@ -134,7 +133,6 @@ def test_block_that_the_last_tier_refused_is_lacking_until_it_has_it(tmp_path):
     memory.close()  # it has forgotten everything
     assert not lacking(tiers, blocks).any()
     kit.loads(tiers, blocks, range(15))
-    tiers.close()
 
 
 def test_package_imports_no_framework_and_no_core():

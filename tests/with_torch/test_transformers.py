@@ -1,9 +1,9 @@
 """transformers' continuous batching on a kvpool pool: tokens equal `generate`, nothing leaks, and steps cost less."""
 
 import contextlib
-import functools
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -11,7 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+)
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as stock_cache
 from transformers.generation.continuous_batching.cache_allocators import (
@@ -26,12 +33,41 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from kvpool.adapters.transformers import PoolAllocator, install, store
 from kvpool.errors import OutOfBlocks
 
-VOCAB, NEW = 320, 12
-LENGTHS = (3, 17, 40, 9, 30, 5, 21, 8)
+VOCAB, NEW, WINDOW = 320, 12, 12
+LENGTHS = (3, 17, 12, 9, 40, 5, 13, 21)  # each second one with a common beginning; shorter than the window, and longer
+S, F = "sliding_attention", "full_attention"
+MODELS = {  # 5 windows and 2 full layers share no divisor; gpt-oss has as many of each; Mistral has windows alone
+    "llama": (LlamaConfig, {"num_hidden_layers": 2, "sliding_window": None}),
+    "gemma3": (Gemma3TextConfig, {"num_hidden_layers": 7, "layer_types": [S, S, F, S, S, F, S]}),
+    "gpt_oss": (
+        GptOssConfig,
+        {"num_hidden_layers": 4, "layer_types": [S, F, S, F], "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mistral": (MistralConfig, {"num_hidden_layers": 2}),
+}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": WINDOW,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+of_model = partial(pytest.mark.parametrize, "model", indirect=True)
 
 
-def wandering(model):
-    """Draw the weights of a model so that its greedy output wanders: a wrong block shows."""
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    """A model whose greedy output wanders: a wrong block shows."""
+    torch.manual_seed(0)
+    kind, layers = MODELS[request.param]
+    model = AutoModelForCausalLM.from_config(kind(**SIZES | layers)).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
@@ -40,32 +76,14 @@ def wandering(model):
 
 
 @pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return wandering(LlamaForCausalLM(config).eval())
-
-
-@pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(0)
     shared = rng.integers(1, VOCAB, 20).tolist()
-    return [(shared if n % 2 else []) + rng.integers(1, VOCAB, n).tolist() for n in LENGTHS]
+    return [shared * (k % 2) + rng.integers(1, VOCAB, n).tolist() for k, n in enumerate(LENGTHS)]
 
 
-def alone(model, prompts):
+@pytest.fixture(scope="module")
+def expected(model, prompts):
     """What each prompt gives alone, on transformers' own caches."""
     settings = generation()
     with torch.no_grad():
@@ -74,23 +92,17 @@ def alone(model, prompts):
     return tokens
 
 
-@pytest.fixture(scope="module")
-def expected(model, prompts):
-    return alone(model, prompts)
-
-
 @pytest.fixture
 def pools(monkeypatch):
-    """The allocators that transformers makes during a test."""
+    """The allocators that have a pool, of those that transformers makes during a test."""
     made = []
-    original = PoolAllocator.register_cache_tensor
+    original = PoolAllocator.lead
 
-    @functools.wraps(original)
-    def register(self, *args):
-        original(self, *args)
+    def lead(self, members):
+        original(self, members)
         made.append(self)
 
-    monkeypatch.setattr(PoolAllocator, "register_cache_tensor", register)
+    monkeypatch.setattr(PoolAllocator, "lead", lead)
     return made
 
 
@@ -133,10 +145,11 @@ def test_continuous_batching_equals_generate_and_leaks_nothing(model, prompts, e
     with install():
         assert generate(model, prompts, **options) == expected
     (allocator,) = pools
-    assert allocator.blocks.stats().used == 0 and not allocator.handles
+    assert allocator.blocks.stats().used == 0 < allocator.blocks.stats().peak_used and not allocator.handles
     allocator.blocks.check()
 
 
+@of_model(["llama"])
 def test_prompts_that_begin_alike_share_blocks(model, prompts, expected, pools):
     twice = prompts + prompts
     with install():
@@ -148,11 +161,25 @@ def test_prompts_that_begin_alike_share_blocks(model, prompts, expected, pools):
 
 def test_samples_of_one_prompt_are_forks_that_copy_on_write(model, prompts, expected, pools):
     with install():
-        tokens = generate(model, prompts[:3], generation(num_return_sequences=3, do_sample=True, top_k=1))
+        settings = generation(num_return_sequences=3, do_sample=True, top_k=1)
+        tokens = generate(model, prompts[:3], settings, page_size=4, num_blocks=128)
     assert tokens == [row for row in expected[:3] for _ in range(3)]
-    stats = pools[0].blocks.stats()
-    assert stats.used == 0 and 0 < stats.cow_copies <= 6
-    pools[0].blocks.check()
+    (allocator,) = pools
+    stats = allocator.blocks.stats()
+    assert stats.used == 0 < stats.cow_copies <= 6 * sum(member.columns for member in allocator.members)
+    allocator.blocks.check()
+
+
+@of_model(["gemma3", "gpt_oss", "mistral"])
+def test_windows_hold_their_last_tokens_alone(model, prompts, pools):
+    """The most blocks of a long answer are those of the full layers, and of the window with a page at either end."""
+    with install():
+        generate(model, [prompts[0]], generation(max_new_tokens=60), page_size=4)
+    (allocator,) = pools
+    entries = {"full": -(-(len(prompts[0]) + 60) // 4), "window": -(-WINDOW // 4) + 1}
+    most = sum(entries[member.group.kind] * member.columns for member in allocator.members)
+    assert allocator.blocks.stats().peak_used <= most
+    assert {member.group.kind for member in allocator.members} >= {"window"}
 
 
 def test_hooks_are_put_back_and_refuse_to_be_doubled(monkeypatch):

@@ -62,16 +62,16 @@ def test_damaged_files_are_misses_with_the_same_tokens(stock, tmp_path):
 
 
 class Told(MemoryStore):
-    """A store that promises what it is told to, and answers when it is let; one that is dead raises."""
+    """A store that promises everything, and answers when it is let; one that is dead raises."""
 
-    def __init__(self, layout, promises=True):
+    def __init__(self, layout):
         super().__init__(layout, 1 << 28)
-        self.let, self.dead, self.promises = threading.Event(), False, promises
+        self.let, self.dead = threading.Event(), False
 
     def lookup(self, blocks):
         if self.dead:
             raise OSError("the disk is gone")
-        return np.full(len(blocks), self.promises)
+        return np.ones(len(blocks), bool)
 
     def load(self, blocks, rows):
         assert self.let.wait(600)
@@ -93,16 +93,12 @@ def watched(monkeypatch):
 
 @pytest.fixture
 def told(watched, tmp_path):
-    """An engine whose connectors have a store of the test: called with the kind of model."""
-
-    def make(kind, **options):
-        one = engine.engine(kind, tmp_path / "model", tmp_path / "store", **SMALL)
-        store = Told(engine.scheduler_of(one).connector.layout, **options)
-        for connector in watched:
-            connector.store = store
-        return one, store
-
-    return make
+    """An engine whose connectors have a store of the test."""
+    one = engine.engine("full", tmp_path / "model", tmp_path / "store", **SMALL)
+    store = Told(engine.scheduler_of(one).connector.layout)
+    for connector in watched:
+        connector.store = store
+    return one, store
 
 
 LONG, SHORT = [4 + (7 * k + 1) % 300 for k in range(300)], [5, 6, 7]  # nine whole blocks, and none
@@ -125,7 +121,7 @@ def ended(one, *names):
 
 
 def test_load_that_does_not_return_holds_no_other_request_and_a_dead_store_none(told):
-    one, store = told("full")
+    one, store = told
     add(one, "long", LONG)
     add(one, "short", SHORT)
     _, named = ended(one, "short")

@@ -1,14 +1,8 @@
-"""vLLM's prompts in a kvpool store: an engine that is started again finds them on disk.
+"""vLLM's prompts in a kvpool store: an engine that is started again finds them on disk. docs/embedding.md is the page.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVPoolConnector", "kv_role": "kv_both",
-        "kv_connector_module_path": "kvpool.adapters.vllm.connector",
-        "kv_connector_extra_config": {"path": "DIR", "max_nbytes": 20000000000}}'
-
-vLLM makes one connector for its scheduler and one for its worker. The scheduler's asks the store's index, which is in
-memory, which blocks of a prompt are there, and sends with every step what the worker has to load and to save. The
-worker's loads in a thread, and a save copies the blocks into the store's queue, which never waits. A load that does not
-return holds its request, and those that wait behind it. A request asks once, so a store that promises what it cannot
-load is not asked again. docs/embedding.md says what it serves.
+vLLM makes one connector for its scheduler, which asks the store's index and sends with every step what to load and to
+save, and one for its worker, which loads in a thread. A load that does not return holds its request, and those that
+wait behind it. A request asks once, so a store that promises what it cannot load is not asked again.
 """
 
 from __future__ import annotations
@@ -95,16 +89,13 @@ def open_store(layout: Layout, options: dict[str, Any]) -> BlockStore:
             f"[KVPoolConnector] kv_connector_extra_config has {sorted(options)}, it needs path and max_nbytes and may "
             "have reserve_nbytes, weights"
         )
-    given = {name: value for name, value in options.items() if name != "weights"}
-    path = given["path"] = str(Path(options["path"]).resolve())
+    path = str(Path(options["path"]).resolve())
     if path not in stores or stores[path].layout != layout:
-        stores[path] = DiskStore(layout=layout, **given)
+        stores[path] = DiskStore(path, layout, **{name: options[name] for name in set(options) - {"path", "weights"}})
     return stores[path]
 
 
 class KVPoolConnector(base.KVConnectorBase_V1):
-    """vLLM's side of the store. See the module for the options."""
-
     requires_kv_delivery = False
 
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:

@@ -1,7 +1,4 @@
-"""A kvpool store as the second tier of vLLM's offloading, behind its blocks in host memory.
-
-    "secondary_tiers": [{"type": "KVPoolTier", "module_path": "kvpool.adapters.vllm.tier",
-                         "path": "DIR", "max_nbytes": 20000000000}]
+"""A kvpool store as the second tier of vLLM's offloading, behind its blocks in host memory; see docs/embedding.md.
 
 vLLM names a chunk by the hash of its tokens. That name stands in the place of the tokens of a record, so a load
 compares all of it. Each rank has a folder of its own.
