@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 
 import kvpool
-from kvpool.cli.console import CommandError
-from kvpool.cli.fuzz import SECONDS, Progress, limits, seed_of
+from kvpool.cli.console import CommandError, whole
+from kvpool.cli.fuzz import SECONDS, Progress, limits
 from tests.verify import run
 from tests.verify.twin import WORDS_PER_RUN as WORDS_BESIDE_MODEL
 from tests.verify.twin import Twin
@@ -62,8 +62,8 @@ def fuzz(args: argparse.Namespace) -> int:
     if args.save and not Path(args.save).absolute().parent.is_dir():
         raise CommandError(f"--save {args.save}: there is no such folder")
     without = left_out(args.without)
-    seed = random.SystemRandom().getrandbits(31) if args.seed is None else seed_of(args.seed)
-    limit = limits(args, {"seconds": SECONDS, "calls": None})
+    seed = random.SystemRandom().getrandbits(31) if args.seed is None else whole("--seed", args.seed, 0, 2**63)
+    limit = limits(args)
     print(f"seed {seed}", flush=True)
     make_pool, length = (Twin, WORDS_BESIDE_MODEL) if args.model else (kvpool.Pool, run.WORDS_PER_RUN)
     report = run.search(seed, **limit, without=without, words=length, make_pool=make_pool, told=Progress(limit))
