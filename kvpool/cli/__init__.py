@@ -1,9 +1,5 @@
 """The ``kvpool`` command.
 
-``kvpool demo`` shows on this machine what kvpool does. ``kvpool generate`` and ``kvpool serve`` run a model of
-mlx-lm. ``kvpool plan`` sizes a pool. ``kvpool doctor`` shows what is installed. ``kvpool store`` looks into a
-directory of blocks. ``kvpool bench`` measures the allocator. ``kvpool fuzz`` tests allocators with random programs.
-
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. The exit status is 0 if it is done
 (and every claim held), 1 if a claim did not hold, 2 if it could not do what was asked. A module with ``COMMANDS`` is a
 group of commands.
