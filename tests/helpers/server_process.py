@@ -85,26 +85,6 @@ class Server:
         status, _, text = self.ask("POST", path, body, **headers)
         return status, text
 
-    def stream(self, body, stop_after=None):
-        """The text of a streamed chat, until it ends or `stop_after` pieces have come; then the line is cut."""
-        connection = self.connect()
-        try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), JSON)
-            response = connection.getresponse()
-            assert response.status == 200, response.read()
-            text, pieces = "", 0
-            for line in response:
-                if line.startswith(b"data: {"):
-                    text += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
-                    pieces += 1
-                if line.startswith(b"data: [DONE]"):
-                    return text, True
-                if stop_after is not None and pieces >= stop_after:
-                    return text, False
-            raise AssertionError(f"the stream broke off after {text!r}")
-        finally:
-            connection.close()
-
     def metrics(self, **headers):
         """{"name{labels}": value} of GET /metrics."""
         lines = self.get("/metrics", **headers)[2].splitlines()
