@@ -24,7 +24,6 @@ from kvpool.cli.options import (
     memory_of,
     num_drafts_of,
     proposer,
-    tiny_model,
 )
 from kvpool.cli.wired import add_wired_argument, fit_wired, wired
 from kvpool.errors import KVPoolError, install_command
@@ -198,7 +197,6 @@ def make_engine(
         from kvpool.adapters.mlx_lm.engine import Engine
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
-    tiny_model(args)
     if sys.stderr.isatty():
         print(f"kvpool generate: loading {args.model} ...", file=sys.stderr)
     try:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.console import CommandError, nbytes, real, whole
 from kvpool.config import parse_nbytes
-from kvpool.errors import install_command
 
 if TYPE_CHECKING:
     from kvpool.eviction import Policy, SlidingWindow
@@ -31,17 +29,6 @@ def add_model_arguments(parser: argparse.ArgumentParser, metavar: str, help: str
         metavar=metavar,
         help=f"{help}, or {TINY}: a small random model that needs no download",
     )
-
-
-def tiny_model(args: argparse.Namespace) -> ModuleType | None:
-    """The module of the tiny model if the user asked for it, else None."""
-    if args.model != TINY:
-        return None
-    try:
-        from kvpool.adapters.mlx_lm import tiny
-    except ImportError as exc:
-        raise CommandError(f"--model {TINY} needs mlx-lm ({exc}): {install_command('mlx')}") from None
-    return tiny
 
 
 POLICIES = {"h2o": "H2O", "window": "SlidingWindow", "blocks": "BlockEviction"}

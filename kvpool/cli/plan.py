@@ -6,7 +6,8 @@ import argparse
 import json
 
 from kvpool.cli.console import CommandError, nbytes, whole
-from kvpool.cli.options import add_bits_arguments, add_model_arguments, bits_of, by_flags, tiny_model
+from kvpool.cli.options import TINY, add_bits_arguments, add_model_arguments, bits_of, by_flags
+from kvpool.errors import install_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +43,15 @@ def run(args: argparse.Namespace) -> int:
     bits = bits_of(args)
     if "kv_bits" in bits:
         bits["k_bits"] = bits["v_bits"] = bits.pop("kv_bits")
-    tiny = tiny_model(args)
-    model, dtype = (args.model, args.dtype) if tiny is None else (tiny.CONFIG, args.dtype or "float32")
+    model, dtype = args.model, args.dtype
     try:
+        if model == TINY:
+            from kvpool.adapters.mlx_lm import tiny
+
+            model, dtype = tiny.CONFIG, dtype or "float32"
         facts, text = describe_plan(model, memory, block_size, dtype, max_len, **bits)
+    except ImportError as exc:
+        raise CommandError(f"--model {TINY} needs mlx-lm ({exc}): {install_command('mlx')}") from None
     except FileNotFoundError:
         where = "no such file or folder, nor a model in the local cache of the Hugging Face Hub"
         raise CommandError(f"--model {args.model}: {where}") from None

@@ -30,7 +30,6 @@ from kvpool.cli.options import (
     place_of,
     proposer,
     store_of,
-    tiny_model,
 )
 from kvpool.cli.wired import add_wired_argument, fit_wired, limit_of, wired
 from kvpool.errors import install_command
@@ -150,7 +149,6 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--log {args.log}: not one of {', '.join(log.FORMS)}")
     publisher = publisher_of(args)
     options["on_events"] = publisher and publisher.publish
-    tiny_model(args)
     if args.model != "tiny":
         try:
             loading.check_name(args.model)
