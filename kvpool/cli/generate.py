@@ -31,7 +31,7 @@ from kvpool.errors import KVPoolError, install_command
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 
-NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
+OPTIONS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--max-tokens", "N", "256", "tokens to generate per sample, at most (default: %(default)s)"),
     ("--temperature", "T", "0", "0 takes the likeliest token (default: %(default)s)"),
     ("--top-p", "P", "1", "sample from the likeliest tokens that together have this probability"),
@@ -44,26 +44,23 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
     ("--num-blocks", "N", None, "blocks of the cache (default: what all prompts need at once)"),
     ("--max-running", "N", "64", "samples that run at a time, at most (default: %(default)s)"),
+    ("--system", "TEXT", None, "system prompt in front of each prompt; implies --chat"),
+)
+REPEATED = (
+    ("--prompt", "TEXT", "may be given several times; - reads standard input (default: -)"),
+    ("--prompt-file", "FILE", "a prompt in a file; repeatable"),
+    ("--stop", "TEXT", "end before this text; repeatable"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. Numbers are read by `run`, which says in one line what is wrong with one."""
     add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="may be given several times; - reads standard input (default: -)",
-    )
-    parser.add_argument(
-        "--prompt-file", action="append", default=[], metavar="FILE", help="a prompt in a file; repeatable"
-    )
-    for name, metavar, default, text in NUMBERS:
+    for name, metavar, text in REPEATED:
+        parser.add_argument(name, action="append", default=[], metavar=metavar, help=text)
+    for name, metavar, default, text in OPTIONS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt in front of each prompt; implies --chat")
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,

@@ -23,12 +23,8 @@ MOST_CHUNK = 2**30 - 1  # a step has two
 
 def add_model_arguments(parser: argparse.ArgumentParser, metavar: str, help: str) -> None:
     """Declare --model; `help` says what --model takes besides ``tiny``."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar=metavar,
-        help=f"{help}, or {TINY}: a small random model that needs no download",
-    )
+    help = f"{help}, or {TINY}: a small random model that needs no download"
+    parser.add_argument("--model", required=True, metavar=metavar, help=help)
 
 
 POLICIES = {"h2o": "H2O", "window": "SlidingWindow", "blocks": "BlockEviction"}
@@ -169,17 +165,10 @@ def by_flags(error: Exception) -> str:
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `num_drafts_of` and `load_draft_model`."""
     group = parser.add_argument_group("speculative decoding", "the answers are the same, in fewer passes of the model")
-    group.add_argument(
-        "--speculate",
-        metavar="N",
-        default="0",
-        help="draft at most N tokens per step by prompt lookup (default: 0, none)",
-    )
-    group.add_argument(
-        "--draft-model",
-        metavar="PATH_OR_ID",
-        help="a smaller model with the same vocabulary, which drafts instead; needs --speculate",
-    )
+    text = "draft at most N tokens per step by prompt lookup (default: 0, none)"
+    group.add_argument("--speculate", metavar="N", default="0", help=text)
+    text = "a smaller model with the same vocabulary, which drafts instead; needs --speculate"
+    group.add_argument("--draft-model", metavar="PATH_OR_ID", help=text)
 
 
 def num_drafts_of(args: argparse.Namespace) -> int:

@@ -15,19 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(
         parser, "CONFIG", "a config.json, the folder that holds it, a repository in the Hugging Face Hub's local cache"
     )
-    parser.add_argument(
-        "--memory",
-        required=True,
-        metavar="SIZE",
-        help="bytes for the KV cache, such as 16GiB or 512MB; auto looks at this machine",
-    )
+    text = "bytes for the KV cache, such as 16GiB or 512MB; auto looks at this machine"
+    parser.add_argument("--memory", required=True, metavar="SIZE", help=text)
     parser.add_argument("--block-size", default="16", metavar="TOKENS", help="tokens per block (default: %(default)s)")
     parser.add_argument("--dtype", help="element type of the cache (default: the model's)")
-    parser.add_argument(
-        "--max-len",
-        metavar="TOKENS",
-        help="the longest sequence to count (default: the model's limit)",
-    )
+    text = "the longest sequence to count (default: the model's limit)"
+    parser.add_argument("--max-len", metavar="TOKENS", help=text)
     add_bits_arguments(parser)
 
 
