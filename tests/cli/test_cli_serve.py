@@ -48,19 +48,6 @@ def test_server_of_a_model_with_states_answers_as_the_stock_model(arch, tmp_path
             assert (status, answer["choices"][0]["text"]) == (200, expected)
 
 
-def test_metrics_are_served_as_prometheus_wants_them(server):
-    server.post("/v1/completions", GREEDY)
-    status, content_type, text = server.get("/metrics")
-    assert status == 200 and content_type.startswith("text/plain; version=")
-    assert text.count("# TYPE kvpool_blocks gauge") == 1
-    found = server.idle_metrics()
-    assert sum(value for name, value in found.items() if name.startswith("kvpool_blocks{")) == 40
-    assert found['kvpool_blocks{state="used"}'] == 0
-    assert found["kvpool_prefix_query_tokens_total"] >= len(PROMPT)
-    assert found["kvpool_time_to_first_token_seconds_count"] >= 1
-    assert found['kvpool_http_answers_total{path="/v1/completions",status="200"}'] >= 1
-
-
 def test_sigterm_lets_requests_end_and_takes_no_more():
     body = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 200, "logit_bias": {"256": -100}}
     with Server("--num-blocks", "400") as one, ThreadPoolExecutor() as threads:

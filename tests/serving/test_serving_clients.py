@@ -251,6 +251,8 @@ def test_request_that_is_not_http_is_counted(server):
 
 def test_statistics_have_the_names_of_vllm_too(server):
     server.post("/v1/completions", {"prompt": "a" * 40, "max_tokens": 5})
+    _, kind, text = server.get("/metrics")
+    assert kind.startswith("text/plain; version=") and text.count("# TYPE kvpool_blocks gauge") == 1
     found = server.idle_metrics()
     for theirs, ours in (
         ("generation_tokens_total", "kvpool_sampled_tokens_total"),
