@@ -88,13 +88,8 @@ def least_seconds(both: Sequence[Timed], rounds: int) -> list[float]:
 class PlainAllocator:
     """A refcounting allocator of blocks as tutorials write it, and several engines; copy-on-write is left out.
 
-    A deque of free ids, a list of reference counts, lists as tables, and a padded table built in every step.
-
-    Parameters
-    ----------
-    num_blocks, block_size : int
-    reserved : int
-        So many of the first blocks are never handed out.
+    A deque of free ids, a list of reference counts, lists as tables, and a padded table built in every step. The first
+    `reserved` blocks are never handed out.
     """
 
     def __init__(self, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE, reserved: int = 0) -> None:
