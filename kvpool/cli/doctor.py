@@ -9,7 +9,7 @@ import platform
 import re
 import sysconfig
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def collect() -> dict[str, Any]:
         "machine": platform.machine(),
         "kvpool": kvpool.__version__,
         "core": core_facts(),
-        "packages": {name: installed_version(name) for name in PACKAGES},
+        "packages": {name: next((one.version for one in distributions(name=name)), None) for name in PACKAGES},
         "backends": backend_reasons(),
         "cpu": cpu_facts(),
         "mlx_route": mlx_route(),
@@ -57,14 +57,6 @@ def core_facts() -> dict[str, Any]:
     """Return where the core was loaded from and whether it is compiled."""
     file = Path(str(import_module(kvpool.Pool.__module__).__file__))
     return {"file": str(file), "compiled": file.name.endswith(sysconfig.get_config_var("EXT_SUFFIX"))}
-
-
-def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution, without importing it."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def backend_reasons() -> dict[str, str | None]:
