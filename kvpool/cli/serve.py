@@ -127,7 +127,6 @@ def run(args: argparse.Namespace) -> int:
         weights,
         max_tokens=whole("--max-tokens", args.max_tokens),
         max_connections=connections,
-        evicts=options["eviction"] is not None,
         **settings_of(args),
     )
     if args.log not in log.FORMS:

@@ -88,7 +88,6 @@ class Settings:
     is_strict: bool = False  # unknown fields are refused
     has_page: bool = True
     defaults: dict[str, Any] = field(default_factory=dict)  # of fields; they may be set until the server starts
-    evicts: bool = False  # sequences may be longer than the pool
     chat_template: str | None = None  # in place of the tokenizer's
     template_options: Mapping[str, Any] = field(default_factory=dict)  # if a request does not have others
 
@@ -117,8 +116,6 @@ class Service:
         how = shared(tokenizer)
         self._processes = None if how is None else Processes(how, AT_A_TIME, apart, weights)
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
-        pool, is_known = self._engine.kv.pool, not settings.evicts and len(self._engine.kv.pool.options.groups) < 2
-        self._pool = pool if is_known else None
         self.is_draining, self.active = False, 0
         self.ids: set[str] = set()
         self.peers: Counter[Any] = Counter()
@@ -372,9 +369,11 @@ class Service:
 
     @property
     def _room(self) -> float:
-        """Tokens of the longest prompt and answer that the pool holds."""
-        pool = self._pool
-        return math.inf if pool is None else 1 + (pool.num_blocks - pool.options.reserved_blocks) * pool.block_size
+        """Tokens of the longest prompt and answer that the pool holds, if each of them stays in one group."""
+        kv, pool = self._engine.kv, self._engine.kv.pool
+        if kv.eviction is not None or [group.kind for group in pool.options.groups] != ["full"]:
+            return math.inf
+        return 1 + (pool.num_blocks - pool.options.reserved_blocks) * pool.block_size
 
     def _check_room(self, tokens: int) -> None:
         room = self._engine.max_model_len

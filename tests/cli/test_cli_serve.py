@@ -48,6 +48,14 @@ def test_server_of_a_model_with_states_answers_as_the_stock_model(arch, tmp_path
             assert (status, answer["choices"][0]["text"]) == (200, expected)
 
 
+def test_blocks_do_not_limit_the_answer_of_a_model_with_states_alone(tmp_path):
+    tiny_families.save(tmp_path, "mamba")
+    with Server("--num-blocks", "40", "--kv-block-size", "8", model=str(tmp_path)) as one:
+        body = {"prompt": "a" * 400, "max_tokens": 5, "ignore_eos": True}
+        status, answer = one.post("/v1/completions", body)
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
+
+
 def test_sigterm_lets_requests_end_and_takes_no_more():
     body = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 200, "logit_bias": {"256": -100}}
     with Server("--num-blocks", "400") as one, ThreadPoolExecutor() as threads:
