@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from kvpool.groups import Group, arenas_of
@@ -112,29 +111,16 @@ class Collector:
     scheduler : kvpool.Scheduler, optional
     extra : callable, optional
         Returns more metrics.
-    lock : context manager, optional
-        Held while statistics are read. A registry collects in its own thread.
     """
 
-    def __init__(
-        self,
-        pool: Any,
-        scheduler: Any = None,
-        extra: Callable[[], Iterable[Metric]] = tuple,
-        lock: AbstractContextManager[Any] | None = None,
-    ) -> None:
-        self._pool = pool
-        self._scheduler = scheduler
-        self._extra = extra
-        self._lock = nullcontext() if lock is None else lock
+    def __init__(self, pool: Any, scheduler: Any = None, extra: Callable[[], Iterable[Metric]] = tuple) -> None:
+        self._pool, self._scheduler, self._extra = pool, scheduler, extra
 
     def collect(self) -> Iterator[Any]:
         """Collect the metrics; the registry calls it."""
         from prometheus_client.metrics_core import Metric as Family
 
-        with self._lock:
-            metrics = [*metrics_of(self._pool, self._scheduler), *self._extra()]
-        for metric in metrics:
+        for metric in [*metrics_of(self._pool, self._scheduler), *self._extra()]:
             family = Family(metric.name.removesuffix("_total"), metric.help, metric.kind)
             for labels, value in metric.samples:
                 family.add_sample(metric.name, dict(labels), value)

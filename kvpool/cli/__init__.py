@@ -1,9 +1,5 @@
 """The ``kvpool`` command.
 
-``kvpool demo`` shows on this machine what kvpool does. ``kvpool generate`` and ``kvpool serve`` run a model of
-mlx-lm. ``kvpool plan`` sizes a pool. ``kvpool doctor`` shows what is installed. ``kvpool store`` looks into a
-directory of blocks. ``kvpool bench`` measures the allocator. ``kvpool fuzz`` tests allocators with random programs.
-
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. The exit status is 0 if it is done
 (and every claim held), 1 if a claim did not hold, 2 if it could not do what was asked. A module with ``COMMANDS`` is a
 group of commands.
@@ -51,25 +47,15 @@ def add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, ModuleTy
         command = commands.add_parser(name, help=summary, description=summary)
         if hasattr(module, "COMMANDS"):
             add_commands(command, module.COMMANDS)
-            continue
-        declare(command, module)
-
-
-def declare(command: argparse.ArgumentParser, module: ModuleType) -> None:
-    """Declare the arguments of one command."""
-    module.add_arguments(command)
-    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-    command.set_defaults(run=module.run, parser=command)
+        else:
+            module.add_arguments(command)
+            command.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+            command.set_defaults(run=module.run, parser=command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    return run(build_parser(), argv)
-
-
-def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
     """Read the arguments, run the command that they name, and return the exit status."""
-    args, rest = parser.parse_known_args(argv)
+    args, rest = build_parser().parse_known_args(argv)
     if rest:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:

@@ -12,8 +12,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,15 +43,14 @@ def run(args: argparse.Namespace) -> int:
     prompt = number("--prompt", args.prompt, most=MOST_TOKENS)
     block_size = number("--block-size", args.block_size, most=1024)
     most = 1 + max(max(batches) * -(-STEPS // block_size), 2 * -(-prompt // block_size))
-    sizes = Sizes(max(most, NUM_BLOCKS), block_size, max(batches), prompt)
-    rows = []
+    num_blocks, rows = max(most, NUM_BLOCKS), []
     with progress(len(batches) + 2, args.json) as show:
-        for name, make in cases(sizes, batches):
+        for name, *both in cases(num_blocks, block_size, batches, prompt):
             show(name)
-            ours, theirs = least_seconds(make(), repetitions)
+            ours, theirs = least_seconds(both, repetitions)
             rows.append({"operation": name, "kvpool_ns": ours * 1e9, "python_ns": theirs * 1e9, "ratio": theirs / ours})
     if args.json:
-        print(json.dumps({"block_size": block_size, "num_blocks": sizes.num_blocks, "rows": rows}, indent=2))
+        print(json.dumps({"block_size": block_size, "num_blocks": num_blocks, "rows": rows}, indent=2))
         return 0
     print(f"{'CPU time of an operation':44}{'kvpool':>12}{'plain Python':>14}{'ratio':>8}")
     for row in rows:
@@ -90,13 +88,8 @@ def least_seconds(both: Sequence[Timed], rounds: int) -> list[float]:
 class PlainAllocator:
     """A refcounting allocator of blocks as tutorials write it, and several engines; copy-on-write is left out.
 
-    A deque of free ids, a list of reference counts, lists as tables, and a padded table built in every step.
-
-    Parameters
-    ----------
-    num_blocks, block_size : int
-    reserved : int
-        So many of the first blocks are never handed out.
+    A deque of free ids, a list of reference counts, lists as tables, and a padded table built in every step. The first
+    `reserved` blocks are never handed out.
     """
 
     def __init__(self, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE, reserved: int = 0) -> None:
@@ -160,76 +153,46 @@ class PlainAllocator:
         return np.array(padded, np.int32), np.array(lengths, np.int32), np.array(slots, np.int32)
 
 
-class Sizes(NamedTuple):
-    """What is measured."""
+def cases(num_blocks: int, block_size: int, batches: Sequence[int], prompt: int) -> Iterator[tuple[str, Timed, Timed]]:
+    """Yield each operation, and what makes the core's turn and that of the allocator in Python."""
 
-    num_blocks: int
-    block_size: int
-    batch: int  # the largest
-    prompt: int  # tokens
+    def allocators() -> tuple[Pool, Plan, PlainAllocator]:
+        rows = max(batches)
+        pool = Pool(num_blocks, block_size, max_seqs=max(1024, rows), in_order=True)
+        return pool, Plan(pool, rows, max(rows, prompt)), PlainAllocator(num_blocks, block_size)
 
-    def allocators(self) -> tuple[Pool, Plan, PlainAllocator]:
-        """Return a pool whose steps are done as soon as they are made, its plan, and the allocator in Python."""
-        pool = Pool(self.num_blocks, self.block_size, max_seqs=max(1024, self.batch), in_order=True)
-        plan = Plan(pool, self.batch, max(self.batch, self.prompt))
-        return pool, plan, PlainAllocator(self.num_blocks, self.block_size)
+    def growing(rows: int, steps: int, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        pool, plan, plain = allocators()
 
+        def ours() -> None:
+            handles = np.array([pool.open() for _ in range(rows)])
+            for _ in range(steps):
+                pool.step(plan, handles, tokens)
+            pool.close(handles)
 
-def cases(sizes: Sizes, batches: Sequence[int]) -> Iterator[tuple[str, Callable[[], tuple[Timed, Timed]]]]:
-    """Name each operation, and what makes the core's turn and that of the allocator in Python."""
+        def theirs() -> None:
+            names = [plain.open() for _ in range(rows)]
+            for _ in range(steps):
+                plain.step(names, tokens)
+            for name in names:
+                plain.close(name)
+
+        return ours, theirs
+
     for rows in batches:
-        yield f"decode step, {rows} in the batch", partial(decode, sizes, rows)
-    yield f"fork and close a sequence of {sizes.prompt} tokens", partial(fork, sizes)
-    yield f"open, prefill {sizes.prompt} tokens, close", partial(prompt, sizes)
-
-
-def decode(sizes: Sizes, rows: int) -> tuple[Timed, Timed]:
-    """One token for each sequence."""
-    pool, plan, plain = sizes.allocators()
-
-    def ours() -> None:
-        handles = np.array([pool.open() for _ in range(rows)])
-        for _ in range(STEPS):
-            pool.step(plan, handles, 1)
-        pool.close(handles)
-
-    def theirs() -> None:
-        names = [plain.open() for _ in range(rows)]
-        for _ in range(STEPS):
-            plain.step(names, 1)
-        for name in names:
-            plain.close(name)
-
-    return (ours, STEPS), (theirs, STEPS)
-
-
-def fork(sizes: Sizes) -> tuple[Timed, Timed]:
-    """A fork shares all blocks of its parent."""
-    pool, plan, plain = sizes.allocators()
+        ours, theirs = growing(rows, STEPS, 1)
+        yield f"decode step, {rows} in the batch", (ours, STEPS), (theirs, STEPS)
+    pool, plan, plain = allocators()
     parent, original = pool.open(), plain.open()
-    pool.step(plan, [parent], sizes.prompt)
-    plain.step([original], sizes.prompt)
-    return (
+    pool.step(plan, [parent], prompt)
+    plain.step([original], prompt)
+    both = (
         _repeated(lambda: pool.close(pool.fork(parent)), 1000),
         _repeated(lambda: plain.close(plain.fork(original)), 100),
     )
-
-
-def prompt(sizes: Sizes) -> tuple[Timed, Timed]:
-    """A request that ends after its prompt."""
-    pool, plan, plain = sizes.allocators()
-
-    def ours() -> None:
-        handle = pool.open()
-        pool.step(plan, [handle], sizes.prompt)
-        pool.close(handle)
-
-    def theirs() -> None:
-        name = plain.open()
-        plain.step([name], sizes.prompt)
-        plain.close(name)
-
-    return _repeated(ours, 100), _repeated(theirs, 10)
+    yield f"fork and close a sequence of {prompt} tokens", *both
+    ours, theirs = growing(1, 1, prompt)
+    yield f"open, prefill {prompt} tokens, close", _repeated(ours, 100), _repeated(theirs, 10)
 
 
 def _repeated(call: Callable[[], Any], calls: int) -> Timed:

@@ -9,7 +9,7 @@ import platform
 import re
 import sysconfig
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def collect() -> dict[str, Any]:
         "machine": platform.machine(),
         "kvpool": kvpool.__version__,
         "core": core_facts(),
-        "packages": {name: installed_version(name) for name in PACKAGES},
+        "packages": {name: next((one.version for one in distributions(name=name)), None) for name in PACKAGES},
         "backends": backend_reasons(),
         "cpu": cpu_facts(),
         "mlx_route": mlx_route(),
@@ -57,14 +57,6 @@ def core_facts() -> dict[str, Any]:
     """Return where the core was loaded from and whether it is compiled."""
     file = Path(str(import_module(kvpool.Pool.__module__).__file__))
     return {"file": str(file), "compiled": file.name.endswith(sysconfig.get_config_var("EXT_SUFFIX"))}
-
-
-def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution, without importing it."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def backend_reasons() -> dict[str, str | None]:
@@ -82,31 +74,27 @@ def backend_reasons() -> dict[str, str | None]:
 
 
 def cpu_facts() -> dict[str, Any]:
-    """Return what the CPU kernels run with here and why: instruction set, threads, huge pages."""
+    """Return what the CPU kernels run with here and why: instruction set, threads; when memory has huge pages."""
+    found = re.search(r"\[(\w+)\]", read_text("/sys/kernel/mm/transparent_hugepage/enabled"))
+    pages = {"huge_pages": found[1] if found else None}
     try:
         kernels = import_module("kvpool_backends.cpu._kernels")
     except ImportError as exc:
-        return {"available": False, "reason": str(exc), "huge_pages": huge_pages()}
+        return {"available": False, "reason": str(exc), **pages}
     usable = kernels.isas()
+    usual = {"KVPOOL_CPU_ISA": "the best of this machine", "KVPOOL_NUM_THREADS": "the CPUs of this process"}
+    isa_from, threads_from = (name if os.environ.get(name) else text for name, text in usual.items())
     return {
         "available": True,
         "isas": list(usable),
         "other_isas": [name for name in ISAS if name not in usable],
         "isa": kernels.default_isa(),
-        "isa_from": "KVPOOL_CPU_ISA" if os.environ.get("KVPOOL_CPU_ISA") else "the best of this machine",
+        "isa_from": isa_from,
         "tilings": kernels.tilings(),
         "num_threads": kernels.num_threads(),
-        "num_threads_from": (
-            "KVPOOL_NUM_THREADS" if os.environ.get("KVPOOL_NUM_THREADS") else "the CPUs of this process"
-        ),
-        "huge_pages": huge_pages(),
+        "num_threads_from": threads_from,
+        **pages,
     }
-
-
-def huge_pages() -> str | None:
-    """Return when the system backs memory with huge pages: always, madvise (on request) or never."""
-    found = re.search(r"\[(\w+)\]", read_text("/sys/kernel/mm/transparent_hugepage/enabled"))
-    return found[1] if found else None
 
 
 def mlx_route() -> dict[str, str | None] | None:
@@ -134,8 +122,8 @@ def metal_facts() -> dict[str, Any]:
             "kernels": "no Metal device; they run in the tests only",
         }
     device = str(mx.device_info().get("device_name", "unknown"))
-    wired = most_wired_nbytes()
-    return {"available": True, "device": device, "kernels": metal_kernels_failure(), "wired_nbytes": wired}
+    facts = {"available": True, "device": device, "kernels": metal_kernels_failure()}
+    return facts | {"wired_nbytes": most_wired_nbytes()}
 
 
 def metal_kernels_failure() -> str | None:
@@ -182,7 +170,11 @@ def describe(facts: dict[str, Any]) -> str:
     """Return the facts as aligned lines."""
     from kvpool.config import format_nbytes
 
-    core, cpu, metal, memory = facts["core"], facts["cpu"], facts["metal"], facts["memory"]
+    core, memory = facts["core"], facts["memory"]
+    available, total, most, free = (
+        format_nbytes(memory[f"{name}_nbytes"]) for name in ("available", "total", "cache", "keep_free")
+    )
+    pressure = {2: ", under memory pressure", 4: ", under critical memory pressure"}.get(memory["pressure"], "")
     rows = [
         ("Python", f"{facts['python']} ({facts['implementation']}), {facts['platform']}"),
         ("kvpool", facts["kvpool"]),
@@ -190,26 +182,14 @@ def describe(facts: dict[str, Any]) -> str:
         *((name, number or "not installed") for name, number in facts["packages"].items()),
         *((f"backend {name}", reason or "works") for name, reason in facts["backends"].items()),
         *mlx_rows(facts["mlx_route"]),
-        *cpu_rows(cpu),
-        *metal_rows(metal),
+        *cpu_rows(facts["cpu"]),
+        *metal_rows(facts["metal"]),
         *native_rows(facts["mlx_native"], facts["mlx_route"]),
-        (
-            "memory",
-            f"{format_nbytes(memory['available_nbytes'])} available of {format_nbytes(memory['total_nbytes'])}",
-        ),
-        governor_row(memory),
+        ("memory", f"{available} available of {total}"),
+        ("serve --memory", f"auto grows up to {most} less the weights now, keeps {free} free for others{pressure}"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
-
-
-def governor_row(memory: dict[str, Any]) -> tuple[str, str]:
-    """Return the line of what ``kvpool serve --memory auto`` would do."""
-    from kvpool.config import format_nbytes
-
-    pressure = {2: ", under memory pressure", 4: ", under critical memory pressure"}.get(memory["pressure"], "")
-    most, free = format_nbytes(memory["cache_nbytes"]), format_nbytes(memory["keep_free_nbytes"])
-    return ("serve --memory", f"auto grows up to {most} less the weights now, keeps {free} free for others{pressure}")
 
 
 def cpu_rows(cpu: dict[str, Any]) -> list[tuple[str, str]]:
@@ -224,19 +204,14 @@ def cpu_rows(cpu: dict[str, Any]) -> list[tuple[str, str]]:
     if not cpu["available"]:
         return [("CPU kernels", f"no: {cpu['reason']}"), *rows]
     others = f", not here: {', '.join(cpu['other_isas'])}" if cpu["other_isas"] else ""
+    each = ", ".join(f"{name} {of['keys']} x {of['queries']} {of['layout']}" for name, of in cpu["tilings"].items())
+    tiles = f"tiles of {cpu['tilings'][cpu['isa']]['tokens']} tokens"
     return [
         ("CPU kernels", f"{cpu['isa']}, {cpu['isa_from']} (it has {', '.join(cpu['isas'])}{others})"),
-        ("CPU decode", tilings_text(cpu)),
+        ("CPU decode", f"keys x queries at once, layout unless a spec has one: {each}; {tiles}"),
         ("CPU threads", f"{cpu['num_threads']}, {cpu['num_threads_from']}"),
         *rows,
     ]
-
-
-def tilings_text(cpu: dict[str, Any]) -> str:
-    """Return what a decode does at once, by instruction set."""
-    each = (f"{name} {of['keys']} x {of['queries']} {of['layout']}" for name, of in cpu["tilings"].items())
-    tokens = cpu["tilings"][cpu["isa"]]["tokens"]
-    return f"keys x queries at once, layout unless a spec has one: {', '.join(each)}; tiles of {tokens} tokens"
 
 
 def mlx_rows(route: dict[str, str | None] | None) -> list[tuple[str, str]]:

@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fuzz; 0 without a finding, 1 otherwise."""
-    seed = random.SystemRandom().getrandbits(31) if args.seed is None else seed_of(args.seed)
+    seed = random.SystemRandom().getrandbits(31) if args.seed is None else whole("--seed", args.seed, 0, 2**63)
     sizes = {
         "num_blocks": None if args.blocks is None else whole("--blocks", args.blocks, 4),
         "block_size": None if args.block_size is None else whole("--block-size", args.block_size),
     }
-    limit = limits(args, {"seconds": SECONDS, "calls": None})
+    limit = limits(args)
     told = None if args.json else Progress(limit)
     facts = {"kvpool": kvpool.__version__, "seed": seed, **sizes}
     facts |= _fuzz(args.target or OWN, seed, sizes, {**limit, "told": told})
@@ -51,27 +51,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if facts["finding"] is None else 1
 
 
-def seed_of(text: str) -> int:
-    """The seed that was typed."""
-    return whole("--seed", text, 0, 2**63)
-
-
-def limits(args: argparse.Namespace, usual: dict[str, Any]) -> dict[str, Any]:
-    """The limit: seconds, calls, or both; `usual` if neither was given."""
-    if args.seconds is None and args.ops is None:
-        return usual
-    seconds = None if args.seconds is None else real("--seconds", args.seconds, 1e-9, 1e9)
+def limits(args: argparse.Namespace) -> dict[str, Any]:
+    """The limit: seconds, calls, or both."""
+    usual = SECONDS if args.ops is None else None
+    seconds = usual if args.seconds is None else real("--seconds", args.seconds, 1e-9, 1e9)
     return {"seconds": seconds, "calls": None if args.ops is None else int(real("--ops", args.ops, 1))}
 
 
-def given(sizes: dict[str, Any]) -> str:
-    """The end of a command that repeats a run: the given sizes, and the version that the run belongs to."""
-    options = "".join(f" --{name.replace('num_', '').replace('_', '-')} {n}" for name, n in sizes.items() if n)
-    return f"{options}  # kvpool {kvpool.__version__}"
-
-
 class Progress:
-    """A line on stderr that shows the progress, if stderr is a terminal."""
+    """Shows on stderr how far it is, if that is a terminal."""
 
     def __init__(self, limit: dict[str, Any]) -> None:
         self.limit = limit
@@ -88,9 +76,6 @@ class Progress:
         print(f"\r{spent:6.0f} s of {end}: {calls:,} calls, {calls / spent:,.0f}/s ", end="", file=sys.stderr)
 
 
-# ---- targets -----------------------------------------------------------------------------------------------
-
-
 def load_target(text: str) -> Callable[..., Any]:
     """The factory that ``module:factory`` names. It may be in the working directory."""
     if ":" not in text:
@@ -105,18 +90,15 @@ def load_target(text: str) -> Callable[..., Any]:
     return found
 
 
-def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool | None:
-    """Whether the factory takes these arguments, by its signature. None: the signature does not tell."""
+def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool:
+    """Whether the factory may take these arguments, by its signature if it has one."""
     try:
-        signature = inspect.signature(factory)
-    except ValueError:  # compiled
-        return None
-    try:
-        taken = signature.bind(*values, **named).arguments
+        inspect.signature(factory).bind(*values, **named)
     except TypeError:
         return False
-    anything = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return None if any(signature.parameters[name].kind in anything for name in taken) else True
+    except ValueError:  # compiled
+        pass
+    return True
 
 
 def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str, Any]) -> bool:
@@ -128,33 +110,30 @@ def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str,
     from kvpool.testing.fuzz_target import missing
 
     small = {"num_blocks": sizes["num_blocks"] or 8, "block_size": sizes["block_size"] or 2}
-    as_allocator, as_backend = _takes(factory, **small), _takes(factory, None, 8)
-    if as_backend and not _takes(factory, spec=None, num_blocks=8):
-        as_backend = None  # two arguments of other names can be anything
-    if as_allocator is False and as_backend is False:
+    as_allocator, as_backend, reasons = _takes(factory, **small), _takes(factory, None, 8), []
+    if not as_allocator and _takes(factory, spec=None, num_blocks=8):
+        return False
+    if not (as_allocator or as_backend):
         raise CommandError(f"--target {target}: it takes neither (num_blocks=, block_size=) nor (spec, num_blocks)")
-    reasons = []
-    if as_allocator is not False:
+    if as_allocator:
         try:
             lacks = missing(factory(**small))
-        except Exception as error:
-            if as_allocator or as_backend is False:
-                return True  # that is a finding
-            reasons.append(f"(num_blocks=, block_size=) raised {type(error).__name__}: {error}")
-        else:
-            if not lacks:
-                return True
+        except Exception:
+            lacks = None
+        if lacks == []:
+            return True
+        if lacks is not None:
             reasons.append(f"what it makes is not an allocator, it lacks {', '.join(lacks)}")
-    if as_backend and not as_allocator:
-        return False
-    if as_backend is None and not as_allocator:
+    else:
+        reasons.append("the factory of an allocator has parameters named num_blocks and block_size")
+    if as_backend:
         try:
             capabilities_of(factory)
             return False
         except Exception as error:
             reasons.append(f"(spec, num_blocks) made no backend: {type(error).__name__}: {error}")
-            if as_allocator is False:
-                reasons.append("the factory of an allocator has parameters named num_blocks and block_size")
+    if as_allocator and lacks is None:
+        return True  # that it raises is a finding
     raise CommandError(f"--target {target}: {'; '.join(reasons)}")
 
 
@@ -163,33 +142,27 @@ def _fuzz(target: str, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) 
     if not callable(factory):
         raise CommandError(f"--target {target}: {factory!r} cannot be called")
     module, _, name = target.partition(":")
-    options: dict[str, Any] = {
-        "source": f"from {module} import {name.partition('.')[0]}\n{name}",
-        **sizes,
-        **limit,
-    }
+    how = {"source": f"from {module} import {name.partition('.')[0]}\n{name}", **sizes, **limit}
     report: Any
     if _makes_allocators(target, factory, sizes):
         from kvpool.testing.fuzz_target import fuzz_target
 
-        report = fuzz_target(factory, seed, **options)
+        report = fuzz_target(factory, seed, **how)
         more = {"kind": report.kind}
     else:
         from kvpool.testing.fuzz_backend import fuzz_backend
 
         try:
-            report = fuzz_backend(factory, seed, **options)
+            report = fuzz_backend(factory, seed, **how)
         except ValueError as error:
             raise CommandError(f"--target {target}: {error}") from None
         more = {"cases": report.cases}
     named = "" if target == OWN else f" --target {target}"
-    again = f"kvpool fuzz{named} --seed {report.seed} --ops 1{given(sizes)}"
+    options = "".join(f" --{name.removeprefix('num_').replace('_', '-')} {n}" for name, n in sizes.items() if n)
+    again = f"kvpool fuzz{named} --seed {report.seed} --ops 1{options}  # kvpool {kvpool.__version__}"
     names = ("runs", "calls", "seconds", "finding", "script", "script_fails")
     facts = {name: getattr(report, name) for name in names}
     return {"target": target, **more, **facts, "again": "" if report.finding is None else again}
-
-
-# ---- words -------------------------------------------------------------------------------------------------
 
 
 def describe(facts: dict[str, Any]) -> str:

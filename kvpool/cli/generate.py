@@ -7,6 +7,8 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,6 @@ from kvpool.cli.options import (
     memory_of,
     num_drafts_of,
     proposer,
-    tiny_model,
 )
 from kvpool.cli.wired import add_wired_argument, fit_wired, wired
 from kvpool.errors import KVPoolError, install_command
@@ -30,7 +31,7 @@ from kvpool.errors import KVPoolError, install_command
 if TYPE_CHECKING:
     from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 
-NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
+OPTIONS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--max-tokens", "N", "256", "tokens to generate per sample, at most (default: %(default)s)"),
     ("--temperature", "T", "0", "0 takes the likeliest token (default: %(default)s)"),
     ("--top-p", "P", "1", "sample from the likeliest tokens that together have this probability"),
@@ -43,26 +44,23 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
     ("--num-blocks", "N", None, "blocks of the cache (default: what all prompts need at once)"),
     ("--max-running", "N", "64", "samples that run at a time, at most (default: %(default)s)"),
+    ("--system", "TEXT", None, "system prompt in front of each prompt; implies --chat"),
+)
+REPEATED = (
+    ("--prompt", "TEXT", "may be given several times; - reads standard input (default: -)"),
+    ("--prompt-file", "FILE", "a prompt in a file; repeatable"),
+    ("--stop", "TEXT", "end before this text; repeatable"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. Numbers are read by `run`, which says in one line what is wrong with one."""
     add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="may be given several times; - reads standard input (default: -)",
-    )
-    parser.add_argument(
-        "--prompt-file", action="append", default=[], metavar="FILE", help="a prompt in a file; repeatable"
-    )
-    for name, metavar, default, text in NUMBERS:
+    for name, metavar, text in REPEATED:
+        parser.add_argument(name, action="append", default=[], metavar=metavar, help=text)
+    for name, metavar, default, text in OPTIONS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt in front of each prompt; implies --chat")
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,
@@ -85,16 +83,15 @@ def run_wired(args: argparse.Namespace) -> int:
     """Do that with the memory wired that --wired says."""
     options = request_options(args)
     prompts = read_prompts(args.prompt or ([] if args.prompt_file else ["-"]), args.prompt_file)
-    tokenizer, engine = make_engine(args, prompts, options)
+    engine, encoded = make_engine(args, prompts, options)
     printer = Printer(len(prompts), options["n"], quiet=args.json)
     begin = time.perf_counter()
-    interrupts = Interrupts()
     if options["n"] > 1 and not options["temperature"] and not options["beam_width"]:
         print("kvpool generate: without --temperature all samples of a prompt are the same text", file=sys.stderr)
-    with engine, interrupts:
-        submit(engine, printer, [encode(tokenizer, prompt, args) for prompt in prompts], options)
+    with engine, interrupts() as came:
+        submit(engine, printer, encoded, options)
         done: dict[Any, Completion] = {}
-        while engine.num_unfinished and not interrupts.count:
+        while engine.num_unfinished and not came:
             for completion in engine.step():
                 if isinstance(completion.error, KVPoolError):
                     number: Any = completion.id
@@ -113,27 +110,26 @@ def run_wired(args: argparse.Namespace) -> int:
         print(json.dumps({"model": args.model, "answers": answers, "stats": facts}, indent=2))
     elif args.stats:
         print(f"\n{show(facts, drafts=num_drafts_of(args) > 0)}", file=sys.stderr)
-    if interrupts.count:
+    if came:
         raise KeyboardInterrupt
     return 0
 
 
-class Interrupts:
-    """Counts Ctrl-C instead of ending the process, so that a step of the engine is whole. The second one ends it."""
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Collect Ctrl-C instead of ending the process, so that a step of the engine is whole. The second one ends it."""
+    came: list[int] = []
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def _note(self, number: int, frame: object) -> None:
-        self.count += 1
-        if self.count > 1:
+    def note(number: int, frame: object) -> None:
+        came.append(number)
+        if len(came) > 1:
             raise KeyboardInterrupt
 
-    def __enter__(self) -> None:
-        self._before = signal.signal(signal.SIGINT, self._note)
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -185,8 +181,10 @@ def read_prompts(texts: list[str], files: list[str]) -> list[str]:
     return [prompt for _, prompt in found]
 
 
-def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str, Any]) -> tuple[Any, Engine]:
-    """The loaded tokenizer, and an engine with a pool that fits."""
+def make_engine(
+    args: argparse.Namespace, prompts: list[str], options: dict[str, Any]
+) -> tuple[Engine, list[list[int]]]:
+    """Return an engine with a pool that fits, and the tokens of the prompts."""
     given, num_drafts = engine_options(args, 2), num_drafts_of(args)
     block_size, max_running, num_blocks = given["block_size"], given["max_running"], given["num_blocks"]
     if args.eviction not in (None, "window") and options["beam_width"]:
@@ -196,7 +194,6 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
         from kvpool.adapters.mlx_lm.engine import Engine
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm ({exc}): {install_command('mlx')}") from None
-    tiny_model(args)
     if sys.stderr.isatty():
         print(f"kvpool generate: loading {args.model} ...", file=sys.stderr)
     try:
@@ -204,7 +201,8 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     except loading.ModelNotLoaded as exc:
         raise CommandError(f"--model {exc}") from None
     draft = load_draft_model(args, tokenizer)
-    lengths = [len(encode(tokenizer, prompt, args)) + options["max_tokens"] for prompt in prompts]
+    encoded = [encode(tokenizer, prompt, args) for prompt in prompts]
+    lengths = [len(tokens) + options["max_tokens"] for tokens in encoded]
     refuse_endless(model, lengths, options["max_tokens"], 2**31 - 1)
     try:
         if num_blocks is None:
@@ -225,7 +223,7 @@ def make_engine(args: argparse.Namespace, prompts: list[str], options: dict[str,
     except (ValueError, TypeError, RuntimeError, MemoryError) as exc:
         raise CommandError(f"--model {args.model}: {by_flags(exc) or 'not enough memory'}") from None
     fit_wired(args.wired)
-    return tokenizer, engine
+    return engine, encoded
 
 
 def refuse_endless(model: Any, lengths: list[int], max_tokens: int, most: int) -> None:
@@ -267,41 +265,32 @@ def submit(engine: Engine, printer: Printer, prompts: list[list[int]], options: 
 class Printer:
     """Prints the text of samples that arrive in parallel, one after the other, each as soon as possible.
 
-    Parameters
-    ----------
-    prompts, samples : int
-        How many prompts, and samples of each.
-    quiet : bool
-        Print nothing.
+    `prompts` is how many there are, and `samples` those of each. If it is `quiet`, nothing is printed.
     """
 
     def __init__(self, prompts: int, samples: int, quiet: bool) -> None:
-        self._quiet = quiet
-        self._prompts, self._samples = prompts, samples
+        self._quiet, self._prompts, self._samples = quiet, prompts, samples
         self._waiting = [(number, index) for number in range(prompts) for index in range(samples)][::-1]
         self._text: dict[tuple[Any, int], str] = {}
-        self._lengths: dict[tuple[Any, int], int] = {}  # of all text that came
         self._ended: set[tuple[Any, int]] = set()
-        self._is_open = False
+        self._printed = 0  # characters of the sample that comes next
 
     def on_token(self, event: TokenEvent) -> None:
         """Take new text of a sample."""
-        self._add(event.id, event.index, event.text, event.finish_reason is not None)
+        self._add((event.id, event.index), event.text, event.finish_reason is not None)
 
     def end(self, completion: Completion) -> None:
         """A request has ended. Its text has been printed already, unless it is a beam or was cancelled."""
         for index, sample in enumerate(completion.samples):
             key: tuple[Any, int] = (completion.id, index)
             if key not in self._ended and (sample.text or sample.finish_reason != "cancelled"):
-                self._add(completion.id, index, sample.text[self._lengths.get(key, 0) :], True)
+                self._add(key, sample.text[len(self._text.get(key, "")) :], True)
             elif key not in self._ended:
                 self._waiting.remove(key)
                 self._flush()
 
-    def _add(self, number: Any, index: int, text: str, is_last: bool) -> None:
-        key = number, index
+    def _add(self, key: tuple[Any, int], text: str, is_last: bool) -> None:
         self._text[key] = self._text.get(key, "") + text
-        self._lengths[key] = self._lengths.get(key, 0) + len(text)
         if is_last:
             self._ended.add(key)
         self._flush()
@@ -309,16 +298,15 @@ class Printer:
     def _flush(self) -> None:
         """Print what may be printed now. A sample has no head before it has text or has ended."""
         while not self._quiet and self._waiting and self._waiting[-1] in self._text:
-            key = self._waiting[-1]
-            if not self._is_open and (self._text[key] or key in self._ended):
-                self._is_open = True
+            key, text = self._waiting[-1], self._text[self._waiting[-1]]
+            if not self._printed and (text or key in self._ended):
                 self._head(*key)
-            sys.stdout.write(self._text[key])
-            self._text[key] = ""
+            sys.stdout.write(text[self._printed :])
+            self._printed = len(text)
             if key not in self._ended:
                 break
             sys.stdout.write("\n")
-            self._is_open = False
+            self._printed = 0
             self._waiting.pop()
         sys.stdout.flush()
 

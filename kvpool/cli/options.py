@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.console import CommandError, nbytes, real, whole
 from kvpool.config import parse_nbytes
-from kvpool.errors import install_command
 
 if TYPE_CHECKING:
     from kvpool.eviction import Policy, SlidingWindow
@@ -25,23 +23,8 @@ MOST_CHUNK = 2**30 - 1  # a step has two
 
 def add_model_arguments(parser: argparse.ArgumentParser, metavar: str, help: str) -> None:
     """Declare --model; `help` says what --model takes besides ``tiny``."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar=metavar,
-        help=f"{help}, or {TINY}: a small random model that needs no download",
-    )
-
-
-def tiny_model(args: argparse.Namespace) -> ModuleType | None:
-    """The module of the tiny model if the user asked for it, else None."""
-    if args.model != TINY:
-        return None
-    try:
-        from kvpool.adapters.mlx_lm import tiny
-    except ImportError as exc:
-        raise CommandError(f"--model {TINY} needs mlx-lm ({exc}): {install_command('mlx')}") from None
-    return tiny
+    help = f"{help}, or {TINY}: a small random model that needs no download"
+    parser.add_argument("--model", required=True, metavar=metavar, help=help)
 
 
 POLICIES = {"h2o": "H2O", "window": "SlidingWindow", "blocks": "BlockEviction"}
@@ -182,17 +165,10 @@ def by_flags(error: Exception) -> str:
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `num_drafts_of` and `load_draft_model`."""
     group = parser.add_argument_group("speculative decoding", "the answers are the same, in fewer passes of the model")
-    group.add_argument(
-        "--speculate",
-        metavar="N",
-        default="0",
-        help="draft at most N tokens per step by prompt lookup (default: 0, none)",
-    )
-    group.add_argument(
-        "--draft-model",
-        metavar="PATH_OR_ID",
-        help="a smaller model with the same vocabulary, which drafts instead; needs --speculate",
-    )
+    text = "draft at most N tokens per step by prompt lookup (default: 0, none)"
+    group.add_argument("--speculate", metavar="N", default="0", help=text)
+    text = "a smaller model with the same vocabulary, which drafts instead; needs --speculate"
+    group.add_argument("--draft-model", metavar="PATH_OR_ID", help=text)
 
 
 def num_drafts_of(args: argparse.Namespace) -> int:

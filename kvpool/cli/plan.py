@@ -6,7 +6,8 @@ import argparse
 import json
 
 from kvpool.cli.console import CommandError, nbytes, whole
-from kvpool.cli.options import add_bits_arguments, add_model_arguments, bits_of, by_flags, tiny_model
+from kvpool.cli.options import TINY, add_bits_arguments, add_model_arguments, bits_of, by_flags
+from kvpool.errors import install_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,19 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(
         parser, "CONFIG", "a config.json, the folder that holds it, a repository in the Hugging Face Hub's local cache"
     )
-    parser.add_argument(
-        "--memory",
-        required=True,
-        metavar="SIZE",
-        help="bytes for the KV cache, such as 16GiB or 512MB; auto looks at this machine",
-    )
+    text = "bytes for the KV cache, such as 16GiB or 512MB; auto looks at this machine"
+    parser.add_argument("--memory", required=True, metavar="SIZE", help=text)
     parser.add_argument("--block-size", default="16", metavar="TOKENS", help="tokens per block (default: %(default)s)")
     parser.add_argument("--dtype", help="element type of the cache (default: the model's)")
-    parser.add_argument(
-        "--max-len",
-        metavar="TOKENS",
-        help="the longest sequence to count (default: the model's limit)",
-    )
+    text = "the longest sequence to count (default: the model's limit)"
+    parser.add_argument("--max-len", metavar="TOKENS", help=text)
     add_bits_arguments(parser)
 
 
@@ -42,10 +36,15 @@ def run(args: argparse.Namespace) -> int:
     bits = bits_of(args)
     if "kv_bits" in bits:
         bits["k_bits"] = bits["v_bits"] = bits.pop("kv_bits")
-    tiny = tiny_model(args)
-    model, dtype = (args.model, args.dtype) if tiny is None else (tiny.CONFIG, args.dtype or "float32")
+    model, dtype = args.model, args.dtype
     try:
+        if model == TINY:
+            from kvpool.adapters.mlx_lm import tiny
+
+            model, dtype = tiny.CONFIG, dtype or "float32"
         facts, text = describe_plan(model, memory, block_size, dtype, max_len, **bits)
+    except ImportError as exc:
+        raise CommandError(f"--model {TINY} needs mlx-lm ({exc}): {install_command('mlx')}") from None
     except FileNotFoundError:
         where = "no such file or folder, nor a model in the local cache of the Hugging Face Hub"
         raise CommandError(f"--model {args.model}: {where}") from None

@@ -30,7 +30,6 @@ from kvpool.cli.options import (
     place_of,
     proposer,
     store_of,
-    tiny_model,
 )
 from kvpool.cli.wired import add_wired_argument, fit_wired, limit_of, wired
 from kvpool.errors import install_command
@@ -46,7 +45,8 @@ LAST_SECONDS = 1.0  # for the last line
 KEPT_FREE = 10  # of the machine's memory, the part that stays available for others
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 LONGEST = 32768  # tokens of a request at most, for the default size of the pool
-NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
+OPTIONS: tuple[tuple[str, str, str | None, str], ...] = (
+    ("--host", "HOST", "127.0.0.1", "address to listen on (default: %(default)s)"),
     ("--port", "N", "8080", "port to listen on, 0 for any (default: %(default)s)"),
     ("--max-tokens", "N", "512", "tokens to generate if a request does not say how many (default: %(default)s)"),
     ("--max-running", "N", "32", "samples that run at a time, at most (default: %(default)s)"),
@@ -59,6 +59,20 @@ NUMBERS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--idle-release", "SECONDS", None, "idle time after which the cache gives memory back; needs --memory"),
     ("--keep-free", "SIZE", None, "memory that others find available, with --memory auto or MIN:MAX (default: 10 %%)"),
     ("--grace", "SECONDS", "30", "time that running requests have to end after SIGTERM (default: %(default)s)"),
+    ("--log", "FORM", "text", "text or json, a line for each request; or off, failures alone (default: %(default)s)"),
+    ("--temp", "T", None, "temperature if a request has none (default: the model's, or 1)"),
+    ("--top-p", "P", None, "top_p if a request has none (default: the model's, or 1)"),
+    ("--chat-template", "FILE", None, "a chat template in place of the model's"),
+    ("--chat-template-args", "JSON", None, 'its options, if a request has none: {"enable_thinking": false}'),
+    ("--allowed-origins", "URLS", None, "web pages that may ask from a browser, by commas; * for all"),
+    ("--api-keys", "FILE", None, "keys of tenants, a line for each: NAME WEIGHT KEY"),
+    ("--events", "URL", None, "publish events of the prefix cache there, as vLLM does: tcp://127.0.0.1:5557"),
+    ("--events-replay", "URL", None, "where readers of --events ask for what they missed"),
+)
+REPEATED = (
+    ("--name", "NAME", "what clients call the model; repeatable (default: the text of --model)"),
+    ("--api-key", "KEY", "a key for clients; repeatable"),
+    ("--allow-host", "NAME", "another name that the Host header may have; repeatable"),
 )
 
 
@@ -69,42 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "KVPOOL_API_KEY holds one more key."
     )
     add_model_arguments(parser, "PATH_OR_ID", "a folder, a repository of the Hugging Face Hub")
-    parser.add_argument(
-        "--name", action="append", help="what clients call the model; repeatable (default: the text of --model)"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    for name, metavar, default, text in NUMBERS:
+    for name, metavar, text in REPEATED:
+        parser.add_argument(name, action="append", default=[], metavar=metavar, help=text)
+    for name, metavar, default, text in OPTIONS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument(
-        "--log",
-        default="text",
-        metavar="FORM",
-        help="text or json, with a line for each request; or off, failures alone (default: %(default)s)",
-    )
-    parser.add_argument("--temp", metavar="T", help="temperature if a request has none (default: the model's, or 1)")
-    parser.add_argument("--top-p", metavar="P", help="top_p if a request has none (default: the model's, or 1)")
-    parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's")
-    parser.add_argument(
-        "--chat-template-args", metavar="JSON", help='its options, if a request has none: {"enable_thinking": false}'
-    )
     parser.add_argument("--strict", action="store_true", help="refuse unknown fields of requests")
     parser.add_argument("--no-page", action="store_true", help="no page for people at /")
-    parser.add_argument(
-        "--allowed-origins", metavar="URLS", help="web pages that may ask from a browser, by commas; * for all"
-    )
-    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key for clients; repeatable")
-    parser.add_argument("--api-keys", metavar="FILE", help="keys of tenants, a line for each: NAME WEIGHT KEY")
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another name that the Host header may have; repeatable",
-    )
-    parser.add_argument(
-        "--events", metavar="URL", help="publish events of the prefix cache there, as vLLM does: tcp://127.0.0.1:5557"
-    )
-    parser.add_argument("--events-replay", metavar="URL", help="where readers of --events ask for what they missed")
     add_draft_arguments(parser)
     add_cache_arguments(parser)
     add_store_arguments(parser)
@@ -143,14 +127,12 @@ def run(args: argparse.Namespace) -> int:
         weights,
         max_tokens=whole("--max-tokens", args.max_tokens),
         max_connections=connections,
-        evicts=options["eviction"] is not None,
         **settings_of(args),
     )
     if args.log not in log.FORMS:
         raise CommandError(f"--log {args.log}: not one of {', '.join(log.FORMS)}")
     publisher = publisher_of(args)
     options["on_events"] = publisher and publisher.publish
-    tiny_model(args)
     if args.model != "tiny":
         try:
             loading.check_name(args.model)

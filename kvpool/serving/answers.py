@@ -63,6 +63,10 @@ class Answer:
 
     ping = b""  # of a stream that is silent, beside a comment
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
+    first: Callable[[int], list[Told]]  # of a choice's number: what it begins with in a stream
+    delta: Callable[[int, str, End | None, Tokens], Told]  # a piece of a choice
+    plain: Callable[[int, str], str | None]  # what a piece says as JSON, if it is nothing but text: most pieces are
+    choice: Callable[[int, str, End, Tokens], Told]  # a whole choice
 
     def __init__(self, model: str, body: Generation, prompt_tokens: int, decode: Callable[[int], str]) -> None:
         self._n, self._body, self._decode, self._prompt_tokens = body.n, body, decode, prompt_tokens
@@ -132,20 +136,6 @@ class Answer:
         cached = sum(completion.samples[0].output.num_cached for completion in completions)
         told = {"prompt_tokens": self._prompt_tokens, "completion_tokens": written}
         return told | {"total_tokens": sum(told.values()), "prompt_tokens_details": {"cached_tokens": cached}}
-
-    def first(self, index: int) -> list[Told]:
-        """Return what a choice of a stream begins with."""
-        raise NotImplementedError
-
-    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> Told:
-        """Return a piece of a choice."""
-        raise NotImplementedError
-
-    def plain(self, index: int, text: str) -> str | None:
-        """Return what a piece says as JSON, if it is nothing but text: most pieces are."""
-        raise NotImplementedError
-
-    choice: Callable[[int, str, End, Tokens], Told]
 
 
 class TextAnswer(Answer):

@@ -49,7 +49,7 @@ from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
 from kvpool.serving.runner import EngineFailed, Run, Runner, blocks_by_tenant
 from kvpool.serving.scores import Given
 from kvpool.serving.speech import Manner
-from kvpool.serving.texts import Processes, Threads, most_bytes, shared
+from kvpool.serving.texts import Processes, Threads, shared
 
 T = TypeVar("T")
 PAGE = Path(__file__).with_name("page.html")
@@ -88,7 +88,6 @@ class Settings:
     is_strict: bool = False  # unknown fields are refused
     has_page: bool = True
     defaults: dict[str, Any] = field(default_factory=dict)  # of fields; they may be set until the server starts
-    evicts: bool = False  # sequences may be longer than the pool
     chat_template: str | None = None  # in place of the tokenizer's
     template_options: Mapping[str, Any] = field(default_factory=dict)  # if a request does not have others
 
@@ -114,13 +113,9 @@ class Service:
         self._short = Threads(AT_A_TIME, apart, weights)
         self._long = Threads(AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
         self._grammars = Threads(1, 1, weights)
-        made = shared(tokenizer)
-        self._most_bytes, self._processes = None if made is None else most_bytes(made), None
-        if made is not None:
-            self._processes = Processes(made, tokenizer.split_special_tokens, AT_A_TIME, apart, weights)
+        how = shared(tokenizer)
+        self._processes = None if how is None else Processes(how, AT_A_TIME, apart, weights)
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
-        pool, is_known = self._engine.kv.pool, not settings.evicts and len(self._engine.kv.pool.options.groups) < 2
-        self._pool = pool if is_known else None
         self.is_draining, self.active = False, 0
         self.ids: set[str] = set()
         self.peers: Counter[Any] = Counter()
@@ -188,8 +183,6 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         body, decode = await self._read(CompletionRequest, request), self._tokenizer.decode
-        for one in body.prompt:
-            self._check_room(self._fewest(one), "or more ")
         prompts: list[Sequence[int]] = []
         echo = []
         for one in body.prompt:
@@ -198,6 +191,7 @@ class Service:
                 prompts.append(await self._around_gap(request, one, body.suffix))
             else:
                 prompts.append(await self._tokens(request, one) if is_text else one)
+            self._check_room(len(prompts[-1]))
             if body.echo:
                 decoded = one if is_text else await self._aside(request, self._short, len(one), decode, one)
                 echo += [decoded] * body.n
@@ -226,7 +220,7 @@ class Service:
 
     async def count_tokens(self, request: Request) -> Response:
         body = (await self._read(CountRequest, request)).chat
-        return JSONResponse({"input_tokens": len(await self._templated(request, body, counts=True))})
+        return JSONResponse({"input_tokens": len(await self._templated(request, body))})
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(TokenizeRequest, request)
@@ -373,26 +367,22 @@ class Service:
         texts = [await self._tokens(request, text, special=False) for text in (before, after)]
         return [opens, *texts[0], closes, *texts[1], fills]
 
-    def _fewest(self, prompt: str | list[int]) -> int:
-        """Return how many tokens a prompt has at least, without tokenizing it."""
-        if isinstance(prompt, list):
-            return len(prompt)
-        return 1 if self._most_bytes is None else -(-len(prompt.encode()) // self._most_bytes)
-
     @property
     def _room(self) -> float:
-        """Tokens of the longest prompt and answer that the pool holds."""
-        pool = self._pool
-        return math.inf if pool is None else 1 + (pool.num_blocks - pool.options.reserved_blocks) * pool.block_size
+        """Tokens of the longest prompt and answer that the pool holds, if each of them stays in one group."""
+        kv, pool = self._engine.kv, self._engine.kv.pool
+        if kv.eviction is not None or [group.kind for group in pool.options.groups] != ["full"]:
+            return math.inf
+        return 1 + (pool.num_blocks - pool.options.reserved_blocks) * pool.block_size
 
-    def _check_room(self, tokens: int, more: str = "") -> None:
+    def _check_room(self, tokens: int) -> None:
         room = self._engine.max_model_len
         if room is not None and tokens >= room:
-            text = f"{tokens} {more}prompt tokens leave no room for an answer: the model takes {room} of both together"
+            text = f"{tokens} prompt tokens leave no room for an answer: the model takes {room} of both together"
             raise Refused(400, text, code="context_length_exceeded")
 
-    async def _templated(self, request: Request, body: ChatRequest, *, counts: bool = False) -> Sequence[int]:
-        """Return the tokens of a conversation. With `counts` it may be longer than the model takes."""
+    async def _templated(self, request: Request, body: ChatRequest) -> Sequence[int]:
+        """Return the tokens of a conversation. It may be longer than the model takes."""
         tokenizer, options = self._tokenizer, body.template_options
         if not tokenizer.has_chat_template:
             raise Refused(400, "messages: this model has no chat template", "messages")
@@ -404,8 +394,6 @@ class Service:
         if not is_long or self._processes is None:
             return list(await self._aside(request, self._long if is_long else self._short, size, template))
         text = await self._aside(request, self._short, size, partial(template, tokenize=False))
-        if not counts:
-            self._check_room(self._fewest(text), "or more ")
         return await self._tokens(request, text, special=False)
 
     def _template(self, body: ChatRequest) -> Callable[..., Any]:
@@ -499,7 +487,6 @@ class Service:
         state, completions, grammars = request.state, [], self._engine.grammars
         options = body.options((), state.tenant, state.began) | {"n": 1, "eos": (), "min_tokens": 0}
         for prompt in prompts:
-            self._check_room(len(prompt))
             own = {"max_tokens": max(1, len(prompt) - 1), "grammar": Given(prompt[1:], grammars)}
             state.run = run = Run(self._runner, [prompt[:1]], True, options | own)
             heard = await _unless_gone(request.receive, _heard(run))

@@ -29,15 +29,8 @@ _log = logging.getLogger(__name__)
 class Memory:
     """Resizes the pool of an engine, and says why in the log and the metrics.
 
-    Parameters
-    ----------
-    governor : Governor
-    max_running : int
-        Samples that run at a time, at most.
-    draft : DraftModel, optional
-        Its pool is resized with that of the engine, to room for as many tokens.
-    on_resize : callable, optional
-        Called with the engine after its pool was resized and MLX's freed arrays were given back.
+    At most `max_running` samples run at a time. The pool of a `draft` model always has room for as many tokens. After a
+    resize, when MLX's freed arrays were given back, `on_resize` is called with the engine.
     """
 
     def __init__(

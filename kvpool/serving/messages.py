@@ -50,16 +50,8 @@ class CountRequest(Indirect):
         messages[0]["cache_control"] = _mark([messages[0], *self.tools])  # tools are before all messages
         messages[-1]["cache_control"] = _mark([messages[-1], {"cache_control": self.cache_control}])
         asked: dict[str, Any] = {"messages": messages}
-        asked["tools"] = [
-            {
-                "function": {
-                    "name": one["name"],
-                    "description": one.get("description"),
-                    "parameters": one["input_schema"],
-                }
-            }
-            for one in self.tools
-        ]
+        names = {"name": "name", "description": "description", "parameters": "input_schema"}
+        asked["tools"] = [{"function": {ours: one.get(name) for ours, name in names.items()}} for one in self.tools]
         last = messages[-1]
         is_begun = last["role"] == "assistant" and last["content"] and not last["tool_calls"]
         asked["continue_final_message"] = bool(is_begun)

@@ -88,13 +88,7 @@ class _Connection(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket with this address. It takes connections when the server starts.
-
-    Raises
-    ------
-    OSError
-        The address is in use, or this machine does not have it.
-    """
+    """Return a socket with this address, or raise OSError. It takes connections when the server starts."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     found = socket.socket(family, kind)
     found.setblocking(False)
@@ -120,13 +114,9 @@ async def serve(
     After the first SIGTERM, SIGINT or SIGHUP, new requests get 503, and running ones have `grace` seconds to end. The
     second signal ends the process at once. While the model is loaded, the first one does: `make` may still run then.
 
-    Raises
-    ------
-    Exception
-        What `make` raises. The port takes no connections yet.
-    OSError
-        Another process listens at the address now.
+    It raises what `make` raises, and OSError if another process listens at the address by now.
     """
+    os.environ["PYTHONSAFEPATH"] = "1"  # a process of the server takes no `token.py` of this folder for Python's
     metrics, loop = ServerMetrics(), asyncio.get_running_loop()
     runner = Runner(make, metrics.ended)
     ended = asyncio.create_task(_signals(loop).wait())

@@ -235,7 +235,6 @@ class Run:
         self.num_read = self._num_heard = 0  # tokens: of the prompts, when `look` was last called; of the answer
         self._most = UNREAD // (1 + options.get("top_logprobs", 0))
         self._items: list[Any] = []  # that nobody has read
-        self._is_over = False
         self._came: asyncio.Future[None] | None = None  # what waits for an item
 
     def listener(self, number: int, news: list[tuple[Run, Any]]) -> Callable[[TokenEvent], None] | None:
@@ -244,11 +243,10 @@ class Run:
 
     def put(self, item: Any) -> None:
         """Take an item. Behind an exception comes nothing more."""
-        if not self._is_over:
+        if not (self._items and isinstance(self._items[-1], Exception)):
             if len(self._items) >= self._most:
                 item = EngineFailed("the client reads too slowly", 503)
                 self.end()
-            self._is_over = isinstance(item, Exception)
             self._items.append(item)
             if self._came is not None and not self._came.done():
                 self._came.set_result(None)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -15,15 +14,12 @@ import numpy as np
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_thread
 from anyio.to_process import run_sync
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvpool.serving.reader import read, trim
 
 T = TypeVar("T")
 OVERRIDDEN = ("encode", "__call__", "_encode_plus", "apply_chat_template")
-NFC = 4  # bytes of a text for one byte of its NFC, at most: 3.5, of U+0390 made of three characters
-KEEPS = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "Prepend", "UnicodeScripts"}  # steps that lose no character
 HUGE = 2**20  # characters of a text whose memory is given back to the system
 LOADS = 1.0  # seconds that a process goes on with a text of nobody: another one takes about as long to load
 
@@ -35,9 +31,9 @@ class Turns:
 
     def __init__(self, places: int, most: int, weights: Mapping[str, float]) -> None:
         self._free, self._most, self._weights = places, most, weights
-        self._lines: dict[str | None, deque[tuple[asyncio.Future[None], float]]] = {}
+        self._waiting: list[tuple[float, str | None, asyncio.Future[None]]] = []
         self._held: Counter[str | None] = Counter()
-        self._got: dict[str | None, float] = {}  # costs by weights. There are as many tenants as keys
+        self._got: dict[str | None, float] = {}  # costs by weights, of calls that wait, too. A tenant has a key
         self._now = 0.0  # what the tenant had got that was the last to begin: nobody who comes has got less
 
     async def hold(
@@ -47,15 +43,17 @@ class Turns:
 
         If nobody waits for it any more, it goes on for `patience` seconds at most. None: to its end.
         """
-        line, turn = self._lines.setdefault(tenant, deque()), asyncio.get_running_loop().create_future()
-        if not line:
-            self._got[tenant] = max(self._got.get(tenant, 0.0), self._now)
-        line.append((turn, cost))
+        got, cost = max(self._got.get(tenant, 0.0), self._now), cost / self._weights.get(tenant or "", 1.0)
+        self._got[tenant] = got + cost
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((got, tenant, turn))
         self._next()
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # its turn had come
+            if turn.cancelled():
+                self._got[tenant] -= cost
+            else:  # its turn had come
                 self._leave(tenant)
             raise
         job = asyncio.ensure_future(work())
@@ -73,17 +71,11 @@ class Turns:
         self._next()
 
     def _next(self) -> None:
-        while self._free:
-            for line in self._lines.values():
-                while line and line[0][0].done():  # cancelled
-                    line.popleft()
-            ready = [tenant for tenant, line in self._lines.items() if line and self._held[tenant] < self._most]
-            if not ready:
-                return
-            tenant = min(ready, key=self._got.__getitem__)
-            turn, cost = self._lines[tenant].popleft()
-            self._now = self._got[tenant]
-            self._got[tenant] += cost / self._weights.get(tenant or "", 1.0)
+        self._waiting = [one for one in self._waiting if not one[2].done()]  # cancelled
+        while self._free and (ready := [one for one in self._waiting if self._held[one[1]] < self._most]):
+            first = min(ready, key=itemgetter(0))
+            self._waiting.remove(first)
+            self._now, tenant, turn = first
             self._free -= 1
             self._held[tenant] += 1
             turn.set_result(None)
@@ -98,17 +90,16 @@ class Threads(Turns):
 
 
 class Processes(Turns):
-    """Tokenizes in processes, by JSON of `tokenizers`. With `splits`, names of special tokens are text.
+    """Tokenizes in processes, which make the tokenizer by `how`: see `shared`.
 
     They start as texts come, import the program's main module as `multiprocessing` does, and end with the event loop.
     If nobody waits for a text any more, its process is killed `LOADS` seconds later, unless it is still loading.
     """
 
-    def __init__(self, tokenizer: str, splits: bool, places: int, most: int, weights: Mapping[str, float]) -> None:
+    def __init__(self, how: tuple[bytes, bool], places: int, most: int, weights: Mapping[str, float]) -> None:
         super().__init__(places, most, weights)
         self._limit = CapacityLimiter(places)
-        self._asking, self._is_safe = 0, False
-        self._name, self._how = uuid4().hex, (tokenizer.encode(), splits)
+        self._name, self._how = uuid4().hex, how
 
     async def run(self, tenant: str | None, cost: float, text: str, special: bool) -> np.ndarray:
         """Return the tokens of a text, int32 ``[n]``, with or without those that begin and end a prompt.
@@ -136,57 +127,14 @@ class Processes(Turns):
             await self._ask("", False, *self._how)
 
     async def _ask(self, *text: Any) -> Any:
-        if not self._asking:
-            self._is_safe = "PYTHONSAFEPATH" in os.environ
-        self._asking += 1
-        os.environ["PYTHONSAFEPATH"] = "1"  # a process that starts takes no `token.py` of this folder for Python's
-        try:
-            return await run_sync(read, self._name, *text, cancellable=True, limiter=self._limit)
-        finally:
-            self._asking -= 1
-            if not (self._asking or self._is_safe):
-                del os.environ["PYTHONSAFEPATH"]
+        return await run_sync(read, self._name, *text, cancellable=True, limiter=self._limit)
 
 
-def shared(tokenizer: Any) -> str | None:
-    """Return a tokenizer as JSON, for a process that does with it what this one does. None: it has code of its own."""
+def shared(tokenizer: Any) -> tuple[bytes, bool] | None:
+    """Return a tokenizer as JSON, and whether names of special tokens are text. None: it has code of its own."""
     inner = getattr(tokenizer, "_tokenizer", None)
     if type(tokenizer) is not TokenizerWrapper or not isinstance(inner, PreTrainedTokenizerFast):
         return None
-    plain = all(getattr(type(inner), name) is getattr(PreTrainedTokenizerFast, name) for name in OVERRIDDEN)
-    return str(inner.backend_tokenizer.to_str()) if plain else None
-
-
-def most_bytes(tokenizer: str) -> int | None:
-    """Return how many bytes of a text become one token, at most. None: this is not certain.
-
-    It is certain of byte-pair encodings that know every byte, where no step takes characters away.
-    """
-    made = json.loads(tokenizer)
-    model, added = made["model"], made["added_tokens"]
-    outer = [step for step in (made["normalizer"], made["pre_tokenizer"]) if step is not None]
-    steps = [one for step in outer for one in step.get("normalizers", step.get("pretokenizers", [step]))]
-    is_known = model["type"] == "BPE" and not (model["continuing_subword_prefix"] or model["end_of_word_suffix"])
-    if not (is_known and all(map(_keeps, steps))) or any(one["lstrip"] or one["rstrip"] for one in added):
-        return None  # a token that takes the spaces beside it has no end
-    vocab: list[str] = list(model["vocab"])
-    if any(step["type"] == "ByteLevel" for step in steps):  # a letter is a byte
-        sizes, letters = [len(one) for one in vocab], pre_tokenizers.ByteLevel.alphabet()
-    elif model["byte_fallback"]:
-        sizes, letters = [len(one.encode()) for one in vocab], [f"<0x{byte:02X}>" for byte in range(256)]
-    else:
+    if any(getattr(type(inner), name) is not getattr(PreTrainedTokenizerFast, name) for name in OVERRIDDEN):
         return None
-    if not set(letters) <= set(vocab):
-        return None  # characters that it does not know may all be one token, or none
-    longest = max(*sizes, *(len(one["content"].encode()) for one in added))
-    return longest * (NFC if any(step["type"] == "NFC" for step in steps) else 1)
-
-
-def _keeps(step: dict[str, Any]) -> bool:
-    """Whether a step makes no text shorter, or by `NFC` at most."""
-    if step["type"] in ("Split", "Punctuation"):
-        return bool(step["behavior"] != "Removed")
-    if step["type"] == "Replace":
-        old = step["pattern"].get("String")
-        return old is not None and len(step["content"].encode()) >= len(old.encode())
-    return step["type"] in KEEPS or step["type"] == "NFC"
+    return inner.backend_tokenizer.to_str().encode(), inner.split_special_tokens

@@ -18,10 +18,8 @@ H2O_48 = ["--eviction", "h2o", "--max-kv", "48", "--heavy", "20", "--sink", "2",
 @pytest.fixture(scope="module")
 def server():
     options = ["--num-blocks", "60", "--kv-block-size", "8", "--max-tokens", "60", "--chunk", "7"]
-    one = Server(*H2O_48, *options)
-    yield one
-    status, errors = one.stop()
-    assert status == 0 and "stopped, 0 blocks in use" in errors, errors
+    with Server(*H2O_48, *options) as one:
+        yield one
 
 
 def said(policy, one_at_a_time=False, n=60, **bits):
@@ -57,12 +55,9 @@ def test_quantized_server_says_what_quantized_blocks_say():
     expected = said(SlidingWindow(max_kv=40), **bits)
     options = ["--k-bits", "8", "--v-bits", "4", "--kv-group-size", "32", "--eviction", "window", "--max-kv", "40"]
     options += ["--num-blocks", "60", "--kv-block-size", "8", "--chunk", "7"]
-    server = Server(*options)
-    try:
+    with Server(*options) as server:
         assert server.facts["bits"] == bits
         status, answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 60, "temperature": 0})
-    finally:
-        assert server.stop()[0] == 0
     assert status == 200 and answer["choices"][0]["text"] == expected
     assert expected != said(SlidingWindow(max_kv=40))
 

@@ -21,25 +21,29 @@ sys.exit(main(sys.argv[1:]))"""
 class Server:
     """A process that serves the tiny model; `facts` is what it said when it was ready.
 
-    `patch` is Python that it runs first, `variables` are its environment.
+    `patch` is Python that it runs first, `variables` are its environment. With a working `folder` it is a session.
 
     At the end of its ``with`` block it must end well, with all blocks free and no traceback, unless the test has
     stopped it.
     """
 
-    def __init__(self, *arguments, model="tiny", patch=None, **variables):
-        program = ("-m", "kvpool") if patch is None else ("-c", PATCHED.format(patch))
-        command = [sys.executable, *program, "serve", "--model", model, "--port", "0", "--json", *arguments]
-        usual = {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(command, **pipes, env=os.environ | usual | variables)
-        self.errors = []
-        self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)
-        self._reader.start()
+    def __init__(self, *arguments, **how):
+        self.start(*arguments, **how)
         line = self.process.stdout.readline()
         assert line, self.stop()
         self.facts = json.loads(line)
         self.address = urlsplit(self.facts["url"]).netloc
+
+    def start(self, *arguments, model="tiny", patch=None, folder=None, **variables):
+        """Start the process, and read what it writes to stderr."""
+        program = ("-m", "kvpool") if patch is None else ("-c", PATCHED.format(patch))
+        command = [sys.executable, *program, "serve", "--model", model, "--port", "0", "--json", *arguments]
+        usual = {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "MLX_DEFAULT_DEVICE": "cpu"}
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": folder, "start_new_session": bool(folder)}
+        self.process = subprocess.Popen(command, **how, env=os.environ | usual | variables)
+        self.errors = []
+        self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)
+        self._reader.start()
 
     def __enter__(self):
         return self
@@ -84,26 +88,6 @@ class Server:
         """Status and text of the answer."""
         status, _, text = self.ask("POST", path, body, **headers)
         return status, text
-
-    def stream(self, body, stop_after=None):
-        """The text of a streamed chat, until it ends or `stop_after` pieces have come; then the line is cut."""
-        connection = self.connect()
-        try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), JSON)
-            response = connection.getresponse()
-            assert response.status == 200, response.read()
-            text, pieces = "", 0
-            for line in response:
-                if line.startswith(b"data: {"):
-                    text += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
-                    pieces += 1
-                if line.startswith(b"data: [DONE]"):
-                    return text, True
-                if stop_after is not None and pieces >= stop_after:
-                    return text, False
-            raise AssertionError(f"the stream broke off after {text!r}")
-        finally:
-            connection.close()
 
     def metrics(self, **headers):
         """{"name{labels}": value} of GET /metrics."""

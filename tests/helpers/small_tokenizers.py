@@ -49,22 +49,7 @@ def _words() -> Tokenizer:
     return made
 
 
-def _spaced() -> Tokenizer:
-    """Byte pairs with an added token that takes all spaces in front of it."""
-    made = _byte_pairs()
-    made.add_special_tokens([AddedToken("<mask>", special=True, lstrip=True)])
-    return made
-
-
-def _holed() -> Tokenizer:
-    """Byte pairs that lack most bytes: what it does not know it drops."""
-    made = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(False)
-    made.add_special_tokens([AddedToken("<end>", special=True)])
-    return made
-
-
-KINDS = {"byte pairs": _byte_pairs, "pieces": _pieces, "words": _words, "spaced": _spaced, "holed": _holed}
+KINDS = {"byte pairs": _byte_pairs, "pieces": _pieces, "words": _words}
 
 
 def tokenizer_of(kind: str) -> Any:

@@ -8,61 +8,46 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from server_process import Server
 
-ROOT = Path(__file__).resolve().parents[2]
 FEW, MANY = 10, 200  # servers that are ended, half of them by each signal
 SEED = int(os.environ.get("KVPOOL_FUZZ_SEED", 7))
 CLIENTS = 4
 HARD = -signal.SIGKILL
 BODY = {"prompt": "The block table maps", "max_tokens": 60, "temperature": 0, "logit_bias": {"256": -100}}
-PROGRAM = "import os, subprocess, sys, tempfile, kvpool.cli.serve\n{planted}\nsys.exit(kvpool.cli.main(sys.argv[1:]))"
 PLANTED = {
-    "a folder stays": "tempfile.mkdtemp()",
-    "a child stays": "subprocess.Popen(['sleep', '20'])",
-    "another status": "kvpool.cli.serve.leave = lambda status: os._exit(3)",
+    "a folder stays": "import tempfile\ntempfile.mkdtemp()",
+    "a child stays": "import subprocess\nsubprocess.Popen(['sleep', '20'])",
+    "another status": "import kvpool.cli.serve\nkvpool.cli.serve.leave = lambda status: os._exit(3)",
 }
 
 
-class Killed:
+class Killed(Server):
     """A server whose home, temporary folder and working folder is `folder`. MLX keeps compiled kernels there."""
 
     def __init__(self, port, folder, planted, grace):
-        names = ("TMPDIR", "HOME", "XDG_CACHE_HOME")
-        environment = os.environ | dict.fromkeys(names, folder) | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        arguments = ["--model", "tiny", "--port", str(port), "--json", "--num-blocks", "300", "--grace", str(grace)]
-        self.port, self._folder = port, folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(planted=planted), "serve", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-        )
+        variables = dict.fromkeys(("TMPDIR", "HOME", "XDG_CACHE_HOME"), folder)
+        arguments = ["--port", str(port), "--num-blocks", "300", "--grace", str(grace)]
+        self.address, self._folder = f"127.0.0.1:{port}", folder
+        self.start(*arguments, patch=planted, folder=folder, **variables)
 
     def is_ready(self):
         """Wait until it serves. False: it ended before."""
         return bool(self.process.stdout.readline())
 
-    def ask(self, stream):
+    def said(self, stream):
         """The text of an answer. None: there is none, because the server ends."""
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
-            try:
-                body = json.dumps(BODY | {"stream": stream})
-                connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-                response = connection.getresponse()
-                text = response.read().decode()
-            except (OSError, http.client.HTTPException):
-                return None
-        if response.status != 200:
-            return None if response.status == 503 else f"status {response.status}: {text}"
+        try:
+            status, text = self.raw("/v1/completions", BODY | {"stream": stream})
+        except (OSError, http.client.HTTPException):
+            return None
+        if status != 200:
+            return None if status == 503 else f"status {status}: {text}"
         if not stream:
             return json.loads(text)["choices"][0]["text"]
         pieces = text.split("\n\n")
@@ -72,11 +57,13 @@ class Killed:
 
     def end(self):
         """Exit status and stderr, once it has ended."""
-        try:
-            return self.process.wait(120), self.process.communicate(timeout=10)[1]
-        except subprocess.TimeoutExpired:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(120)
+        self._reader.join(10)
+        if self.process.returncode is None or self._reader.is_alive():
             os.killpg(self.process.pid, signal.SIGKILL)
             return 99, "it does not end, or a child of it holds its stderr"
+        return self.process.returncode, b"".join(self.errors).decode()
 
     def left(self):
         """What it left behind: processes and files."""
@@ -112,10 +99,10 @@ def one_round(port, folder, number, due, planted=""):
 
 def under_load(server, draw, due):
     """Let clients ask until some time is over. They go on when this returns."""
-    due, wrong = due or server.ask(False) or "", []
+    due, wrong = due or server.said(False) or "", []
 
     def client(stream):
-        while (text := server.ask(stream)) is not None:
+        while (text := server.said(stream)) is not None:
             if text != due:
                 wrong.append(f"{text!r} is not {due!r}")
                 return

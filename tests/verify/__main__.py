@@ -17,8 +17,8 @@ import random
 import sys
 
 import kvpool
-from kvpool.cli.console import CommandError
-from kvpool.cli.fuzz import SECONDS, Progress, limits, seed_of
+from kvpool.cli.console import CommandError, whole
+from kvpool.cli.fuzz import SECONDS, Progress, limits
 from tests.verify import run
 from tests.verify.twin import WORDS_PER_RUN as WORDS_BESIDE_MODEL
 from tests.verify.twin import Twin
@@ -56,8 +56,8 @@ def left_out(words: list[str]) -> tuple[str, ...]:
 def fuzz(args: argparse.Namespace) -> int:
     """Search; 0 without a finding."""
     without = left_out(args.without)
-    seed = random.SystemRandom().getrandbits(31) if args.seed is None else seed_of(args.seed)
-    limit = limits(args, {"seconds": SECONDS, "calls": None})
+    seed = random.SystemRandom().getrandbits(31) if args.seed is None else whole("--seed", args.seed, 0, 2**63)
+    limit = limits(args)
     print(f"seed {seed}", flush=True)
     make_pool, length = (Twin, WORDS_BESIDE_MODEL) if args.model else (kvpool.Pool, run.WORDS_PER_RUN)
     report = run.search(seed, **limit, without=without, words=length, make_pool=make_pool, told=Progress(limit))
