@@ -86,14 +86,9 @@ class Follower:
         self._matcher, self._taken = matcher, 0
 
     def allowed(self, generated: np.ndarray) -> np.ndarray:
-        """Return which tokens may come next, one bit each, the lowest first.
+        """Return which tokens may come next, one bit each, the lowest first. GrammarFailed: the sample cannot go on.
 
         `generated` has the tokens of the last call and those that came since.
-
-        Raises
-        ------
-        GrammarFailed
-            The sample cannot go on.
         """
         self._matcher.consume_tokens(generated[self._taken :].tolist())
         self._taken = len(generated)
@@ -107,11 +102,6 @@ class Trial:
     """Reads grammars in another process, which dies of one that takes it more than `SECONDS` of CPU time.
 
     The process starts with the first grammar. It ends with `close`, or with this process.
-
-    Parameters
-    ----------
-    tokenizer, vocab_size
-        As for `Grammars`.
     """
 
     SECONDS = 1.0
@@ -122,13 +112,7 @@ class Trial:
         self._process: Any = None  # a Popen
 
     def check(self, source: str) -> None:
-        """Raise `ValueError` if a grammar takes too long to read. What else is wrong with it has no effect.
-
-        Raises
-        ------
-        OSError
-            The process does not start.
-        """
+        """Raise ValueError if a grammar takes too long to read, OSError if the process does not start."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
