@@ -110,25 +110,9 @@ def _place(frame: TracebackType) -> str:
 class Forward:
     """One forward pass: what its layers share, and how they store keys and values.
 
-    Parameters
-    ----------
-    plan
-        A `kvpool.Plan`, or a `kvpool.protocol.StepArrays`. Its copies are not executed here.
-    shape : (B, N)
-        Rows and columns of the model's input.
-    columns : int32 ``[T]``, optional
-        Which of the B * N input positions are real tokens; None when all are.
-    eviction : kvpool.eviction.Evictor, optional
-        Receives the attention scores of the layers.
-    first_layer : int
-        Number of the backend's layer 0 for `eviction`.
-    is_fused : bool
-        Whether the layers attend over the pool.
-    defers : bool
-        Store the keys and values of a layer when its queries are known, so that one evaluation computes all three.
-        Kernels that run at once wait for every evaluation.
-    stores : bool
-        Whether the pass stores keys and values. False for a pass over tokens that another pass has stored.
+    The copies of the plan, a `kvpool.Plan` or a `kvpool.protocol.StepArrays`, are not executed here. With `defers` the
+    keys and values of a layer are stored when its queries are known, so that one evaluation computes all three: kernels
+    that run at once wait for every evaluation.
     """
 
     def __init__(
@@ -146,15 +130,15 @@ class Forward:
     ) -> None:
         self.backend = backend
         self.plan = plan
-        self.shape = shape
-        self.columns = columns
-        self.eviction = eviction
-        self.first_layer = first_layer
+        self.shape = shape  # rows and columns of the model's input
+        self.columns = columns  # which input positions are real tokens, int32 [T]; None when all are
+        self.eviction = eviction  # receives the attention scores of the layers
+        self.first_layer = first_layer  # number of the backend's layer 0 for `eviction`
         self._observed: Any = None  # a step of the queries that `eviction` looks at, each in a row of its own
         self._masks: dict[tuple[int, int], np.ndarray | None] = {}  # by window and keep
-        self.is_fused = is_fused
+        self.is_fused = is_fused  # whether the layers attend over the pool
         self.defers = defers
-        self.stores = stores
+        self.stores = stores  # False for a pass over tokens that another pass has stored
         self.attends = True  # whether anybody uses the attention: if not, the result is 0
         self.is_over = False  # a later operation has begun, so the blocks may hold other tokens
         self.late: tuple[int, mx.array, mx.array] | None = None
@@ -240,9 +224,6 @@ class PagedMask(_Placeholder):
         if asked and kept and asked > kept:  # what its first tokens see then depends on where chunks begin
             raise TypeError(f"[make_mask] the window of the mask is {asked}, that of the cache {kept}")
         self.window = asked or kept
-
-    def __repr__(self) -> str:
-        return f"PagedMask(window={self.window})"
 
 
 paged_mask = functools.lru_cache(PagedMask)  # the layers of all passes share a few

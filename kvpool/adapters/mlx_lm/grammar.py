@@ -116,12 +116,7 @@ class Trial:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            process, answer = self._process, ""
-            with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([self.SECONDS, source, LIMITS]) + "\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            if not answer:
+            if not _asked(self._process, [self.SECONDS, source, LIMITS]):
                 self.close()
                 raise ValueError(f"[grammar] it is too complex: to read it takes more than {self.SECONDS:g} s")
 
@@ -134,10 +129,7 @@ class Trial:
             text=True,
             start_new_session=True,  # a signal of the terminal is not for it
         )
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([self._vocab_size, self._tokenizer.get_added_vocab()]) + "\n")
-            self._process.stdin.flush()
-        if not self._process.stdout.readline():
+        if not _asked(self._process, [self._vocab_size, self._tokenizer.get_added_vocab()]):
             self.close()
             raise ChildProcessError("[grammar] the process that reads grammars does not start")
 
@@ -147,6 +139,15 @@ class Trial:
         if process is not None:
             process.kill()
             process.communicate()
+
+
+def _asked(process: Any, question: list[Any]) -> str:
+    """Return the answer of the process of a `Trial`, "" if it has ended."""
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        return str(process.stdout.readline())
+    return ""
 
 
 class Grammars:

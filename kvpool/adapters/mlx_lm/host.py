@@ -272,13 +272,12 @@ def _choose_route(
         block_size = layout.specs[0].block_size
         small = layout.make_pool(1 + 2 * len(ROWS) * -(-NUM_TOKENS // block_size), block_size, 8)
         trial = paged(small, sites=sites)
-        if not all(backend.capabilities.paged for backend in trial.backends):
+        can = [backend.capabilities for backend in trial.backends]
+        if not all(one.paged for one in can):
             why = "the backend runs without kernels"
-        elif any(leaf.keep for leaf in layout.leaves) and not all(
-            "mask" in backend.capabilities.features for backend in trial.backends
-        ):
+        elif any(leaf.keep for leaf in layout.leaves) and not all("mask" in one.features for one in can):
             why = "the backend takes no mask"
-        elif layout.has_latents and not all(backend.capabilities.latent for backend in trial.backends):
+        elif layout.has_latents and not all(one.latent for one in can):
             why = "the backend does not attend to latents"
         elif why := reason_to_gather(trial):
             if not fused:
@@ -354,7 +353,7 @@ class PagedKV:
     (``with lock: generator.next()``). Before handing over, a thread must evaluate its pending MLX work, as engines do,
     or call `settle`. A thread that starts a forward pass while another is in one gets `ConcurrentUse`, and nothing has
     changed. A missing lock between two passes cannot be detected here, and MLX fails in its own ways. Any thread may
-    call `summary`, `can_admit` and `blocks_for`, which evaluate nothing. `pool` has no lock.
+    call `summary` and `can_admit`, which evaluate nothing. `pool` has no lock.
 
     Attributes
     ----------
@@ -591,10 +590,6 @@ class PagedKV:
 
     # ------------------------------------------------------------------------------------ admission, account
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks of tokens for `num_tokens` tokens. With layer groups each takes several ids."""
-        return -(-num_tokens // self.pool.block_size)
-
     def can_admit(
         self, prompt_len: int, max_tokens: int, running: Iterable[tuple[int, int]] = (), *, chunk: int | None = None
     ) -> bool:
@@ -623,7 +618,7 @@ class PagedKV:
         for name, value, least in (("prompt_len", prompt_len, 0), ("max_tokens", max_tokens, 0), ("chunk", chunk, 1)):
             if index(value) < least:
                 raise ValueError(f"[can_admit] {name} is {value}, the least is {least}")
-        longest = self.blocks_for(prompt_len + max_tokens)
+        longest = -(-(prompt_len + max_tokens) // self.pool.block_size)
         needs = Needs(self.pool, chunk)
         with self.lock:
             fits = needs.short(needs.growth(*zip(*requests, strict=True)), needs.free()) < 0

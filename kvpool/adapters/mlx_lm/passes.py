@@ -99,24 +99,6 @@ class Passes:
     """The pool and storage that the batches of one model share, and the forward pass in progress.
 
     `PagedKV` documents when a step is done and the rules for threads.
-
-    Parameters
-    ----------
-    model
-        Whose forward passes these are. Kept weakly: caches may outlive it.
-    store
-        Has ``export_blocks`` and ``import_blocks`` for the first arena.
-    sites : sequence of Site
-        Where the attention of the model is hooked. Empty if the model gathers.
-    namespace : bytes
-        The prefix cache's namespace for sequences that are opened empty. b"" without a prefix cache.
-    calls : sequence of Site
-        What else is hooked.
-
-    Attributes
-    ----------
-    lock : threading.RLock
-        Held around several calls of the pool that belong together, with the records kept beside it.
     """
 
     def __init__(
@@ -125,12 +107,12 @@ class Passes:
         pool: Any,
         layout: Layout,
         backends: Sequence[KVBackend],
-        store: Any = None,
-        sites: Sequence[Site] = (),
-        namespace: bytes = b"",
-        calls: Sequence[Site] = (),
+        store: Any,
+        sites: Sequence[Site],
+        namespace: bytes,
+        calls: Sequence[Site],
     ) -> None:
-        self.model = weakref.ref(model)
+        self.model = weakref.ref(model)  # caches may outlive it
         self.pool = pool
         self.layout = layout
         self.backends = tuple(backends)
@@ -138,13 +120,13 @@ class Passes:
         self.checkpoints = Checkpoints(layout, store)
         self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)  # nodes of MLX's graph
         self.windows = tuple(leaf.window for leaf in layout.leaves)
-        self.sites = tuple(sites)
-        self.calls = tuple(calls)
+        self.sites = tuple(sites)  # where the attention of the model is hooked, none if the model gathers
+        self.calls = tuple(calls)  # what else is hooked
         self._hooked = 0  # blocks that are entered
         self.dtype: mx.Dtype | None = getattr(mx, self.backends[0].spec.dtype) if self.backends else None
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # for several calls of the pool that belong together, and the records beside it
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.namespace = namespace
+        self.namespace = namespace  # of sequences that are opened empty, b"" without a prefix cache
         self._driver: threading.Thread | None = None  # who is in a forward pass
         self.last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Any], Any, Rows] | None = None  # its batch, plan, and rows before it
@@ -283,20 +265,8 @@ class Turn:
     """One call of a model: a step of the pool, and the parts in which the rows of the input run.
 
     The rows are those of the plan. Where the layers attend over the pool, they may also be its tokens: each with its
-    own position, in one column. Such a turn has one part. The constructor executes the copies of the plan.
-
-    Parameters
-    ----------
-    plan : kvpool.Plan
-        Stepped.
-    num_columns : int
-        Of the model's input.
-    is_merged : bool
-        Whether offsets are arrays, as in mlx-lm's batch caches.
-    first : int64 ``[B]``, optional
-        Column of the input with the first new token of each row. Default: 0.
-    eviction : kvpool.eviction.Evictor, optional
-        Receives the attention scores of the layers.
+    own position, in one column. Such a turn has one part. The constructor executes the copies of the plan, which was
+    stepped.
     """
 
     def __init__(
@@ -316,10 +286,10 @@ class Turn:
         self.before = before
         self.after = after
         self.new = after.lens - before.lens  # tokens of each row, int64 [B]
-        self.num_columns = num_columns
-        self.is_merged = is_merged
-        self.first = np.zeros(len(self.new), np.int64) if first is None else first
-        self.eviction = eviction
+        self.num_columns = num_columns  # of the model's input
+        self.is_merged = is_merged  # whether offsets are arrays, as in mlx-lm's batch caches
+        self.first = np.zeros(len(self.new), np.int64) if first is None else first  # column of each row's first token
+        self.eviction = eviction  # receives the attention scores of the layers
         self.queries: np.ndarray | None = None  # see `of_queries`
         self._columns: dict[tuple[int, int], Any] = {}
         for number, storage in passes.layout.storage_of.items():
@@ -391,10 +361,6 @@ class Part:
             some = mx.array(rows.astype(np.int32))
             self.offsets = before.offsets[some], after.offsets[some]
 
-    def held(self, group: int) -> np.ndarray:
-        """Return how many tokens of each row the group shows before the pass: those that it has not let go."""
-        return np.asarray(self.turn.arrays(group, 0).seq_lens, np.int64)[self.rows] - self.new
-
     def forward(self, place: Place) -> Forward:
         """Return the forward pass of the column of a group that has a layer. Made once."""
         key = place.group, place.column
@@ -438,17 +404,13 @@ class LayerCache:
         self.number = leaf
         self.place = place  # of its keys and values
         self._leaf = layout.leaves[leaf]
+        self.chunk_size = self._leaf.size
         self._window = part.turn.passes.windows[leaf]
         self._shown = place.array, self._window, self._leaf.keep or 0
         self._forward: Forward | None = None
         self.offset = part.offsets[0]
         self.keys: Any = None
         self.values: Any = None
-
-    @property
-    def chunk_size(self) -> int:
-        """Tokens of a chunk."""
-        return self._leaf.size
 
     @property
     def start_position(self) -> int:
@@ -471,7 +433,8 @@ class LayerCache:
             return paged_mask(window_size, window)
         if part.is_fused and shape is not None and N == 1:
             return None  # the model adds the scores of rotary parts
-        held = part.held(self.place.group)
+        shown = np.asarray(part.turn.arrays(self.place.group, 0).seq_lens, np.int64)  # what was not let go
+        held = shown[part.rows] - part.new
         return causal_mask(held, part.new, N, window_size, return_array, held=window, keep=keep)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
