@@ -170,19 +170,6 @@ def test_pool_that_was_made_small_serves_longer_requests_when_it_has_grown(model
             engine.generate(prompt, max_tokens=20)
 
 
-def test_listener_cannot_resize_the_engine_that_it_listens_to():
-    said = []
-
-    def listen(_):
-        with pytest.raises(RuntimeError, match=r"\[resize\] a listener") as caught:
-            engine.resize(90)
-        said.append(caught)
-
-    with Engine(tiny.make()[0], 80) as engine:
-        engine.generate([1, 2, 3], max_tokens=2, on_token=listen)
-    assert len(said) == 2
-
-
 def test_pool_of_two_engines_is_resized_by_neither():
     """Blocks of the one would move, and its storage would not know."""
     model = tiny.make()[0]
