@@ -156,26 +156,9 @@ def install(
     policy = None if isinstance(eviction, SlidingWindow) else eviction
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, bool(policy), events, max_model_len)
-    paged = partial(_paged, model, layout, storage)
+    paged = partial(PagedKV, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
-
-
-def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
-    blocks: Sequence[Any] = ()
-    held = GroupStorage(storage, pool, layout.stored) if layout.specs else None
-    if held is not None:
-        blocks = held.stores
-    elif pool.prefix is not None and layout.checkpoint_blocks:  # states only: a block for each checkpoint
-        num_blocks, nbytes = pool.num_blocks, layout.block_nbytes[0]
-        try:
-            blocks = [BlockRows(num_blocks, nbytes)]
-        except MemoryError:
-            raise MemoryError(
-                f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, "
-                "a block of this model holds one checkpoint; or prefix_cache=False"
-            ) from None
-    return PagedKV(model, pool, layout, held, blocks, **kept)
 
 
 def layout_on(
@@ -328,6 +311,20 @@ class Summary:
         )
 
 
+def _checkpoints(pool: Any, layout: Layout) -> tuple[BlockRows, ...]:
+    """Return the storage of a model with states only: a block for each checkpoint."""
+    if pool.prefix is None or not layout.checkpoint_blocks:
+        return ()
+    num_blocks, nbytes = pool.num_blocks, layout.block_nbytes[0]
+    try:
+        return (BlockRows(num_blocks, nbytes),)
+    except MemoryError:
+        raise MemoryError(
+            f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, "
+            "a block of this model holds one checkpoint; or prefix_cache=False"
+        ) from None
+
+
 class PagedKV:
     """One pool and one storage for one model. `install` makes it.
 
@@ -377,10 +374,9 @@ class PagedKV:
     def __init__(
         self,
         model: Any,
-        pool: Any,
         layout: Layout,
-        storage: GroupStorage | None,
-        arenas: Sequence[Any],
+        storage: Callable[..., KVBackend],
+        pool: Any,
         *,
         sites: tuple[Site, ...] = (),
         why_gather: str = "",
@@ -390,11 +386,11 @@ class PagedKV:
     ) -> None:
         self.model = model
         self.pool = pool
-        self.backends: tuple[Any, ...] = () if storage is None else storage.backends
-        self.backend: Any = self.backends[0] if self.backends else None
         self.layout = layout
-        self.arenas = tuple(arenas)
-        self.storage = storage
+        self.storage = GroupStorage(storage, pool, layout.stored) if layout.specs else None
+        self.backends: tuple[Any, ...] = () if self.storage is None else self.storage.backends
+        self.backend: Any = self.backends[0] if self.backends else None
+        self.arenas: Any = _checkpoints(pool, layout) if self.storage is None else tuple(self.storage.stores)
         self._blocks: list[tuple[Hook, tuple[Site, ...], ExitStack]] = []  # that are entered, and what undoes each
         self._why_gather = why_gather
         self.num_layers = len(layout.leaves)
