@@ -99,10 +99,10 @@ def tiny_gpt_oss():
     return tiny(gpt_oss, num_hidden_layers=4, head_dim=8, **more)
 
 
-def random_prompts(lengths, seed=1):
+def random_prompts(lengths, seed=1, vocab=VOCAB):
     print(f"prompt seed {seed}")
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
 
 # Mixed lengths, on both sides of the window and of block boundaries; one prompt is a single token.

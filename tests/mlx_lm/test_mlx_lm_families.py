@@ -14,7 +14,7 @@ import pytest
 from mlx_families import model_of_file as family
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, LRUPromptCache, make_prompt_cache
-from mlx_models import assert_all_free, computing_on_cpu, solo_tokens
+from mlx_models import assert_all_free, computing_on_cpu, random_prompts, solo_tokens
 
 from benchmarks import tiny_families
 from kvpool import OutOfBlocks, Pool
@@ -23,7 +23,7 @@ from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.eviction import SlidingWindow
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
-VOCAB = 96
+prompts_of = partial(random_prompts, seed=3, vocab=96)
 LENGTHS = (1, 23, 90)
 NEW = 8
 alone = partial(solo_tokens, max_tokens=NEW, prefill_step_size=2048)
@@ -42,12 +42,6 @@ GATHER = {  # why
     "plamo3": "the window of the mask is 25, that of the cache 24",
 }
 STATEFUL = ("qwen3_5", "mamba", "baichuan_m1", "deepseek_v41")
-
-
-def prompts_of(lengths, seed=3):
-    rng = np.random.default_rng(seed)
-    print(f"prompt seed {seed}")
-    return [rng.integers(1, VOCAB, n).tolist() for n in lengths]
 
 
 def together(model, prompts, arrivals=None, caches=None, **options):
