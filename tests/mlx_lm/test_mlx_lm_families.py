@@ -24,11 +24,8 @@ from kvpool.eviction import SlidingWindow
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 prompts_of = partial(random_prompts, seed=3, vocab=96)
-LENGTHS = (1, 23, 90)
 NEW = 8
 alone = partial(solo_tokens, max_tokens=NEW, prefill_step_size=2048)
-SHORT = ("gemma3_text", "gemma4_text", "qwen3_5", "nemotron_h", "falcon_h1", "llama4", "mamba", "deepseek_v41", "afm7")
-SHORT += ("cohere2", "deepseek_v2", "deepseek_v3", "gemma3n", "gpt2", "minimax", "olmo3", "phi", "stablelm")
 BY_CHUNK = {"plamo3"}  # files whose tokens depend on the chunks of a prompt in mlx-lm, too
 LATENT = "the backend does not attend to latents"  # MLX's own, on the CPU
 GATHER = {  # why
@@ -63,12 +60,16 @@ def together(model, prompts, arrivals=None, caches=None, **options):
 
 
 def install_on_cpu(model, num_blocks=200, **options):
-    return install(model, num_blocks, block_size=options.pop("block_size", 8), **options)
+    return install(model, num_blocks, block_size=8, **options)
 
 
-def assert_family(name, lengths=LENGTHS):
+# ------------------------------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("name", sorted(tiny_families.OWN))
+def test_tokens_of_every_family_equal_stock_alone(name):
     model = family(name)
-    prompts = prompts_of(lengths)
+    prompts = prompts_of((1, 23, 90))
     own = [alone(model, prompt) for prompt in prompts]
     in_chunks = [alone(model, prompt, prefill_step_size=16) for prompt in prompts] if name in BY_CHUNK else own
     with install_on_cpu(model) as kv:
@@ -78,20 +79,6 @@ def assert_family(name, lengths=LENGTHS):
         assert together(model, prompts, [(0, [0, 2]), (5, [1])]) == own
         assert together(model, prompts, prefill_step_size=16) == in_chunks
     assert_all_free(kv)
-
-
-# ------------------------------------------------------------------------------------------------- tokens
-
-
-@pytest.mark.parametrize("name", SHORT)
-def test_tokens_of_some_families_of_each_kind_equal_stock_alone(name):
-    assert_family(name, (5, 37, 23))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(tiny_families.OWN.keys() - SHORT))
-def test_tokens_of_every_family_equal_stock_alone(name):
-    assert_family(name)
 
 
 @pytest.mark.long
