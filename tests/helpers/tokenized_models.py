@@ -81,7 +81,7 @@ def folder(kind):
     FOLDERS.append(tempfile.TemporaryDirectory(prefix=f"kvpool-{kind}-"))
     place = Path(FOLDERS[-1].name)
     if kind == "bytes":
-        tiny.save(place)
+        tiny.write(place, tiny.CONFIG, *tiny.make())
         return str(place)
     plain, ends = {"merges": plain_merges, "signs": plain_signs}[kind]()
     ids = [plain.token_to_id(one) for one in ends]

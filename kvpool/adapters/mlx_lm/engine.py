@@ -641,9 +641,11 @@ class Engine:
     def _note_not_finite(self, step: Step, not_finite: np.ndarray) -> None:
         """Note which samples cannot go on. Drafts that were wrong are not part of a sample."""
         for at in np.flatnonzero(not_finite if step.taken is None else not_finite & step.taken).tolist():
-            job = self._jobs.get(step.requests[at].id)
-            if job is not None and job.request is step.requests[at]:
-                job.note_not_finite(int(step.sample_index[at]), int(step.sample_position[at]))
+            request, index, position = step.requests[at], int(step.sample_index[at]), int(step.sample_position[at])
+            job = self._jobs.get(request.id)
+            if job is not None and job.request is request:
+                samples = range(request.n) if request.beam_width else (index,)
+                job.ends = dict.fromkeys(samples, position) | job.ends
 
     def _fail(self, step: Step) -> None:
         """Take a step back, with the one that began after it."""
@@ -789,12 +791,7 @@ class _Job:
     @property
     def is_stopped(self) -> bool:
         """Whether all samples have ended with a stop string."""
-        stopped = sum(one.is_stopped for one in self._transcripts.values())
-        return stopped == self.request.n
-
-    def note_not_finite(self, index: int, position: int) -> None:
-        """Note that the logits for a token of a sample are not finite."""
-        self.ends = dict.fromkeys(range(self.request.n) if self.request.beam_width else (index,), position) | self.ends
+        return sum(one.is_stopped for one in self._transcripts.values()) == self.request.n
 
     def fail_not_finite(self, index: int, position: int) -> bool:
         """End the request with such a token, unless its sample has stopped before. Return whether it is the cause."""
@@ -1029,7 +1026,7 @@ class _LastLayer:
         place = whole.place
         whole.part.forward(place).attends = False
         self._layer(x, *args, **options)
-        (part,) = self._turn.parts(is_apart=False)
+        (part,) = self._turn.parts()
         some = LayerCache(part, whole.number)
         given = [some if one is whole else one for one in args]
         named = {name: some if one is whole else one for name, one in options.items()}

@@ -317,17 +317,17 @@ class Turn:
             self._columns[key] = whole if self.queries is None else StepArrays.of_queries(whole, self.queries)
         return self._columns[key]
 
-    def parts(self, is_apart: bool) -> list[Part]:
+    def parts(self) -> list[Part]:
         """Return the parts of the call, in the order of their first rows.
 
         Rows of one part have equally many new tokens where a layer would take padding for tokens. Empty rows have no
         state yet, so they are not in a part with others.
         """
-        num_rows = len(self.new)
-        if num_rows == 1 or not (is_apart or self.passes.layout.held):
+        num_rows, layout = len(self.new), self.passes.layout
+        if num_rows == 1 or not (layout.is_apart or layout.held):
             return [Part(self, np.arange(num_rows))]
         live = np.flatnonzero(self.new)
-        if is_apart:
+        if layout.is_apart:
             return [Part(self, live[i : i + 1]) for i in range(len(live))]
         kinds = 2 * self.new + (self.before.lens == 0)
         if kinds.min() == kinds.max():
@@ -546,7 +546,7 @@ def in_parts(
     """
     layout = turn.passes.layout
     results, held_by = [], []
-    for part in turn.parts(layout.is_apart):
+    for part in turn.parts():
         held: Held = {}
         if layout.held:
             held = held_before(part) if part.lens.any() else nothing(layout, len(part.rows))
