@@ -917,7 +917,7 @@ class RaggedForward:
         plan : Plan
             With the formats `passes.FORMATS`.
         rows : int32 ``[M]``
-            Which of the T tokens. An index may occur twice.
+            Which of the T tokens. An index may occur twice. Without any the result is ``[0, V]`` or ``[0, 1]``.
 
         Raises
         ------

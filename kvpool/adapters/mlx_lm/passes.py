@@ -118,7 +118,7 @@ class Passes:
         self.backends = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
         self.checkpoints = Checkpoints(layout, store)
-        self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)  # nodes of MLX's graph
+        self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)  # in MLX's graph
         self.windows = tuple(leaf.window for leaf in layout.leaves)
         self.sites = tuple(sites)  # where the attention of the model is hooked, none if the model gathers
         self.calls = tuple(calls)  # what else is hooked
@@ -265,8 +265,7 @@ class Turn:
     """One call of a model: a step of the pool, and the parts in which the rows of the input run.
 
     The rows are those of the plan. Where the layers attend over the pool, they may also be its tokens: each with its
-    own position, in one column. Such a turn has one part. The constructor executes the copies of the plan, which was
-    stepped.
+    own position, in one column. Such a turn has one part. The constructor executes the copies of the plan.
     """
 
     def __init__(
@@ -393,7 +392,7 @@ class LayerCache:
     """Keys and values of one layer in one part of a call, as a model sees them.
 
     ``offset`` is the position of the next token, int32 ``[R]``, or an int for a single row. It advances with this
-    layer's own ``update_and_fetch``, whose result ``keys`` and ``values`` are. To set an attribute changes no pool.
+    layer's own ``update_and_fetch``, whose result ``keys`` and ``values`` are. Nothing else changes it.
     """
 
     def __init__(self, part: Part, leaf: int) -> None:
