@@ -109,26 +109,30 @@ def random_prompts(lengths, seed=1, vocab=VOCAB):
 PROMPTS = (3, 6, 40, 1, 17, 29, 9, 8)
 # Small enough that prefill is chunked and right-padded, batches are extended, split and filtered on the way.
 SMALL_STEPS = {"prefill_batch_size": 3, "completion_batch_size": 4, "prefill_step_size": 7}
+NO_LOCK = contextlib.nullcontext()
 
 
-def batch_tokens(model, prompts, max_tokens=16, *, caches=None, known=None, on_step=None, **options):
+def batch_tokens(model, prompts, max_tokens=16, *, caches=None, known=None, on_step=None, lock=NO_LOCK, **options):
     """Tokens per prompt from mlx-lm's BatchGenerator, with ``on_step(generator, uids)`` after each step.
 
-    `known`: the tokens that each of `caches` holds.
+    `known`: the tokens that each of `caches` holds. `lock` is held for each step.
     """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-    generator = BatchGenerator(model, **(SMALL_STEPS | options))
-    uids = generator.insert(prompts, limits, caches, known)
+    with lock:
+        generator = BatchGenerator(model, **(SMALL_STEPS | options))
+        uids = generator.insert(prompts, limits, caches, known)
     tokens = {uid: [] for uid in uids}
     while True:
-        prompt_responses, responses = generator.next()
+        with lock:
+            prompt_responses, responses = generator.next()
         for response in responses:
             tokens[response.uid].append(response.token)
         if not prompt_responses and not responses:
             break
         if on_step is not None:
             on_step(generator, uids)
-    generator.close()
+    with lock:
+        generator.close()
     return [tokens[uid] for uid in uids]
 
 
