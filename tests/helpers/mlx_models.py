@@ -142,6 +142,12 @@ def solo_tokens(model, prompt, max_tokens=16, **options):
     return [int(token) for token, _ in steps]
 
 
+def logprobs_of(model, prompt, tokens, cache=None):
+    """What the stock model gives each of the tokens that come behind a prompt."""
+    logits = model(mx.array([[*prompt, *tokens]]), cache=cache)[0, len(prompt) - 1 : -1].astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[np.arange(len(tokens)), tokens]
+
+
 def ended(engine):
     """Run the engine until nobody is left; returns {id: completion}."""
     done = {}
