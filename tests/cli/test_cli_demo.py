@@ -168,7 +168,7 @@ def test_demo_part_that_raises_does_not_stop_the_others(small, monkeypatch, caps
 
 
 def test_demo_runs_on_a_checkpoint(small, tmp_path, capsys):
-    tiny.save(tmp_path)
+    tiny.write(tmp_path, tiny.CONFIG, *tiny.make())
     status, result = facts_of(capsys, "--model", str(tmp_path))
     assert status == 0 and result["not_run"] == {}
     assert result["claims"]["tokens_checkpoint"]["sentence"].startswith(f"checkpoint {tmp_path}")

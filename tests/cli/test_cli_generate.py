@@ -197,7 +197,7 @@ def test_speculation_prints_the_same_in_fewer_steps(capsys, how, sampled):
 
 
 def test_prompt_that_cannot_end_in_memory_is_refused_where_the_model_takes_any_length(capsys, tmp_path):
-    tiny.save(tmp_path)
+    tiny.write(tmp_path, tiny.CONFIG, *tiny.make())
     config = json.loads((tmp_path / "config.json").read_text())
     del config["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -207,7 +207,7 @@ def test_server_that_speculates_answers_as_the_stock_model(expected, drafts):
 
 
 def test_defaults_of_sampling_are_the_makers_of_the_model_unless_the_command_line_has_others(tmp_path):
-    tiny.save(tmp_path)
+    tiny.write(tmp_path, tiny.CONFIG, *tiny.make())
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "top_p": 0.5, "do_sample": true}')
     for options, is_greedy in (((), True), (("--temp", "1"), False)):
         with Server("--num-blocks", "100", *options, model=str(tmp_path)) as server:

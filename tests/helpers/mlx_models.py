@@ -99,36 +99,40 @@ def tiny_gpt_oss():
     return tiny(gpt_oss, num_hidden_layers=4, head_dim=8, **more)
 
 
-def random_prompts(lengths, seed=1):
+def random_prompts(lengths, seed=1, vocab=VOCAB):
     print(f"prompt seed {seed}")
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
 
 # Mixed lengths, on both sides of the window and of block boundaries; one prompt is a single token.
 PROMPTS = (3, 6, 40, 1, 17, 29, 9, 8)
 # Small enough that prefill is chunked and right-padded, batches are extended, split and filtered on the way.
 SMALL_STEPS = {"prefill_batch_size": 3, "completion_batch_size": 4, "prefill_step_size": 7}
+NO_LOCK = contextlib.nullcontext()
 
 
-def batch_tokens(model, prompts, max_tokens=16, *, caches=None, known=None, on_step=None, **options):
+def batch_tokens(model, prompts, max_tokens=16, *, caches=None, known=None, on_step=None, lock=NO_LOCK, **options):
     """Tokens per prompt from mlx-lm's BatchGenerator, with ``on_step(generator, uids)`` after each step.
 
-    `known`: the tokens that each of `caches` holds.
+    `known`: the tokens that each of `caches` holds. `lock` is held for each step.
     """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-    generator = BatchGenerator(model, **(SMALL_STEPS | options))
-    uids = generator.insert(prompts, limits, caches, known)
+    with lock:
+        generator = BatchGenerator(model, **(SMALL_STEPS | options))
+        uids = generator.insert(prompts, limits, caches, known)
     tokens = {uid: [] for uid in uids}
     while True:
-        prompt_responses, responses = generator.next()
+        with lock:
+            prompt_responses, responses = generator.next()
         for response in responses:
             tokens[response.uid].append(response.token)
         if not prompt_responses and not responses:
             break
         if on_step is not None:
             on_step(generator, uids)
-    generator.close()
+    with lock:
+        generator.close()
     return [tokens[uid] for uid in uids]
 
 
@@ -136,6 +140,12 @@ def solo_tokens(model, prompt, max_tokens=16, **options):
     """Tokens of one prompt from mlx-lm's generate_step."""
     steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, **{"prefill_step_size": 7, **options})
     return [int(token) for token, _ in steps]
+
+
+def logprobs_of(model, prompt, tokens, cache=None):
+    """What the stock model gives each of the tokens that come behind a prompt."""
+    logits = model(mx.array([[*prompt, *tokens]]), cache=cache)[0, len(prompt) - 1 : -1].astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[np.arange(len(tokens)), tokens]
 
 
 def ended(engine):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
-from mlx_lm.utils import save_config, save_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -82,7 +81,7 @@ def folder(kind):
     FOLDERS.append(tempfile.TemporaryDirectory(prefix=f"kvpool-{kind}-"))
     place = Path(FOLDERS[-1].name)
     if kind == "bytes":
-        tiny.save(place)
+        tiny.write(place, tiny.CONFIG, *tiny.make())
         return str(place)
     plain, ends = {"merges": plain_merges, "signs": plain_signs}[kind]()
     ids = [plain.token_to_id(one) for one in ends]
@@ -92,10 +91,8 @@ def folder(kind):
     names = [plain.id_to_token(token) or "\u6f22" for token in range(fields["vocab_size"])]
     said = [token in ids or (name.isascii() and not name.startswith("<0x")) for token, name in enumerate(names)]
     model.lm_head.weight *= mx.array(said)[:, None]
-    save_model(place, model)
-    save_config(fields, place / "config.json")
     options = {"eos_token": ends[0], "chat_template": TEMPLATES[kind], "clean_up_tokenization_spaces": False}
-    PreTrainedTokenizerFast(tokenizer_object=plain, **options).save_pretrained(place)
+    tiny.write(place, fields, model, PreTrainedTokenizerFast(tokenizer_object=plain, **options))
     return str(place)
 
 

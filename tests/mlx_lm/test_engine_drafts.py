@@ -49,14 +49,13 @@ def test_every_proposer_gives_the_tokens_of_none(model, name, sampling):
 def test_draft_model_reads_a_long_text_in_parts(model):
     """No step of the large model waits for more passes of the small one than it has drafts."""
     proposer, passes = DraftModel(model, MANY, num_drafts=3, max_step_tokens=16, prefill_chunk=16), [0]
-    forward = proposer.engine._forward
+    logits = proposer.engine._forward._logits
 
     def counted(*arguments):
         passes[-1] += 1
-        return forward(*arguments)
+        return logits(*arguments)
 
-    counted.late = forward.late
-    proposer.engine._forward = counted
+    proposer.engine._forward._logits = counted
     prompts = random_prompts((200, 10))
     plain = [facts(one) for one in Engine(model, MANY).batch(prompts, max_tokens=40)]
     engine, done = Engine(model, MANY, speculate=proposer), {}
@@ -98,7 +97,7 @@ def test_draft_model_that_raises_once_is_empty_and_goes_on(model, broken):
     engine.submit([5, 6, 7], max_tokens=20)
     engine.step()
     part, name = {
-        "a pass": (proposer.engine, "_forward"),
+        "a pass": (proposer.engine._forward, "_logits"),
         "an update": (proposer.engine.scheduler, "update"),
         "the proposer": (DraftModel, "__call__"),
     }[broken]

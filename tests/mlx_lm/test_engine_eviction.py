@@ -4,11 +4,9 @@ Tokens leave the layers that keep every token; windows and states of other layer
 tokens are those of stock under its mask, whatever else runs. ``KVPOOL_LONG=1`` adds the kernels of Metal.
 """
 
-import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_models import assert_nothing_is_left, computing_on_cpu, ended_with_failures, solo_tokens
+from mlx_models import assert_nothing_is_left, computing_on_cpu, ended_with_failures, logprobs_of, solo_tokens
 from sliding_cache import sliding
 
 from benchmarks import tiny_families
@@ -108,9 +106,7 @@ def test_crowd_under_a_window_says_what_stock_says_under_its_mask(name):
 def test_beams_under_a_window_have_the_logprobs_of_stock_under_its_mask():
     model, prompt = made(), PROMPTS[0]
     for beam in engine_of(model, WINDOW).generate(prompt, max_tokens=12, beam_width=3).samples:
-        text = mx.array([[*prompt, *beam.tokens.tolist()]])
-        logits = nn.log_softmax(model(text, cache=sliding(model, WINDOW))[0, len(prompt) - 1 : -1])
-        due = np.array(logits)[np.arange(12), beam.tokens]
+        due = logprobs_of(model, prompt, beam.tokens.tolist(), sliding(model, WINDOW))
         np.testing.assert_allclose(beam.output.score, due.mean(), rtol=1e-4)
 
 

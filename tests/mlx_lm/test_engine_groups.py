@@ -6,10 +6,9 @@ Where the chunks of a prompt end at the same places, a warm run gives the logpro
 import itertools
 from functools import partial
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import assert_nothing_is_left, computing_on_cpu, ended, ended_with_failures, solo_tokens
+from mlx_models import assert_nothing_is_left, computing_on_cpu, ended, ended_with_failures, logprobs_of, solo_tokens
 
 from benchmarks import tiny_families
 from benchmarks.tiny_families import OWN
@@ -183,9 +182,7 @@ def test_beam_over_forked_states_is_that_of_recomputed_prompts(name):
     scores = []
     for one in completion.samples:
         tokens = one.tokens.tolist()
-        logits = model(mx.array([prompt + tokens]), cache=model.make_cache())[0, len(prompt) - 1 : -1]
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        scores.append(float(logprobs[mx.arange(len(tokens)), mx.array(tokens)].sum()))
+        scores.append(logprobs_of(model, prompt, tokens, model.make_cache()).sum())
         np.testing.assert_allclose(one.output.score * len(tokens), scores[-1], atol=2e-3)
     assert scores == sorted(scores, reverse=True)
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_models import ROUTES, VOCAB, computing_on_cpu, tiny_llama
+from mlx_models import ROUTES, VOCAB, computing_on_cpu, logprobs_of, tiny_llama
 from scheduler_workload import Guest, draw
 from token_model import why_finished
 
@@ -55,10 +55,8 @@ class Alone:
 
     def score(self, request, tokens):
         """Of a hypothesis of a beam: the model's own, of the tokens that were found."""
-        logits = self.model(mx.array([request.prompt.tolist() + tokens]))[0, request.prompt.size - 1 : -1]
-        logits = logits.astype(mx.float32)
-        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        return logprobs[np.arange(len(tokens)), tokens].sum() / len(tokens) ** request.length_penalty
+        logprobs = logprobs_of(self.model, request.prompt.tolist(), tokens)
+        return logprobs.sum() / len(tokens) ** request.length_penalty
 
 
 def on_model(alone, request, rng):

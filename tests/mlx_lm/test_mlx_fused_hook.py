@@ -43,20 +43,7 @@ def test_stock_caches_go_to_the_original(name):
         assert all(map(mx.array_equal, again, whole))
 
 
-def test_attention_replaced_inside_the_block_is_kept(model):
-    kv = install(model, 8, fused=True)
-    with kv:
-        ours = mx.fast.scaled_dot_product_attention
-        mx.fast.scaled_dot_product_attention = theirs = lambda *args, **options: ours(*args, **options)
-        with pytest.raises(RuntimeError, match=r"\[install\] mlx\.core\.fast\.scaled_dot.* put back what was"):
-            kv.__exit__(None, None, None)
-        assert mx.fast.scaled_dot_product_attention is theirs
-        assert "make_cache" in vars(model)
-        mx.fast.scaled_dot_product_attention = ours
-        assert kv.is_fused
-
-
-def test_attention_replaced_inside_the_block_gets_arrays_and_the_route_tells(model):
+def test_attention_replaced_inside_the_block_is_kept_gets_arrays_and_the_route_tells(model):
     prompt, calls = random_prompts([20])[0], []
     expected = solo_tokens(model, prompt)
 
@@ -70,6 +57,9 @@ def test_attention_replaced_inside_the_block_gets_arrays_and_the_route_tells(mod
             assert not kv.is_fused
             assert kv.summary().route == "gather: somebody has set mlx.core.fast.scaled_dot_product_attention"
             assert solo_tokens(model, prompt) == expected and calls
+            with pytest.raises(RuntimeError, match=r"\[install\] mlx\.core\.fast\.scaled_dot.* put back what was"):
+                kv.__exit__(None, None, None)
+            assert mx.fast.scaled_dot_product_attention is theirs and "make_cache" in vars(model)
         assert kv.is_fused and kv.route == "fused"
         assert solo_tokens(model, prompt) == expected
 

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_families import model_of_file
-from mlx_models import batch_tokens, computing_on_cpu, solo_tokens
+from mlx_models import batch_tokens, computing_on_cpu, random_prompts, solo_tokens
 
 from benchmarks.tiny_families import LATENT
 from kvpool.adapters.mlx_lm import Engine, attention, install
@@ -15,16 +15,7 @@ from kvpool.protocol import StepArrays
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # as in DeepSeek-V3
-PROMPTS, MAX_TOKENS = (3, 40, 17, 1), 8
-
-
-def model_of(name="deepseek_v3", **sizes):
-    return model_of_file(name, **sizes)
-
-
-def random_prompts(lengths=PROMPTS):
-    rng = np.random.default_rng(5)
-    return [rng.integers(1, 96, n).tolist() for n in lengths]
+PROMPTS, MAX_TOKENS, VOCAB = (3, 40, 17, 1), 8, 96
 
 
 @pytest.fixture
@@ -39,24 +30,29 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("deepseek_v3", WIDE), ("kimi_linear", {}), ("mistral4", {}), ("longcat_flash", {})]
-)
-def test_decodes_over_latents_generate_the_tokens_of_mlx_lm(name, sizes):
-    model, prompts = model_of(name, **sizes), random_prompts()
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # they compute with their keys
+FAMILIES = [*INDEXED, "bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_k3"]
+FAMILIES += ["kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decodes_over_latents_generate_the_tokens_of_mlx_lm(name):
+    model = model_of_file(name, **(WIDE if name == "deepseek_v3" else {}))
+    prompts = random_prompts(PROMPTS, 5, VOCAB)
     stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
-    with install(model, 100, block_size=8, backend="numpy", fused=True) as kv:
-        assert kv.route == "fused" and kv.layout.has_latents
+    with install(model, 100, block_size=8, backend="numpy") as kv:
+        gathers = "gather: mlx_lm.models.deepseek_v32.Indexer"
+        assert kv.layout.has_latents and kv.route.startswith(gathers if name in INDEXED else "fused")
         assert [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts] == stock
         assert batch_tokens(model, prompts, MAX_TOKENS) == stock
 
 
 def test_quantized_model_decodes_over_its_latents():
-    model = model_of(**{"qk_nope_head_dim": 64, "kv_lora_rank": 64, "v_head_dim": 64})
+    model = model_of_file("deepseek_v3", **{"qk_nope_head_dim": 64, "kv_lora_rank": 64, "v_head_dim": 64})
     nn.quantize(
         model, 32, 8, class_predicate=lambda path, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
     )
-    prompts = random_prompts()
+    prompts = random_prompts(PROMPTS, 5, VOCAB)
     stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
     with install(model, 100, block_size=8, backend="numpy", fused=True) as kv:
         assert kv.layout.has_latents
@@ -64,7 +60,7 @@ def test_quantized_model_decodes_over_its_latents():
 
 
 def test_engine_decodes_over_latents(calls):
-    model, prompts = model_of(), random_prompts()
+    model, prompts = model_of_file("deepseek_v3"), random_prompts(PROMPTS, 5, VOCAB)
     stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
     engine = Engine(model, 100, block_size=8, backend="numpy", fused=True, prefill_chunk=9)
     calls.clear()
@@ -73,21 +69,13 @@ def test_engine_decodes_over_latents(calls):
     assert calls.count("read") == len(model.layers) * sum(-(-n // 9) for n in PROMPTS if n > 1)
 
 
-def test_backend_without_attention_over_latents_gathers():
-    model, (prompt,) = model_of(), random_prompts((17,))
-    stock = solo_tokens(model, prompt, MAX_TOKENS)
-    with install(model, 40, block_size=8, backend="cpu") as kv:
-        assert kv.route == "gather: the backend does not attend to latents"
-        assert solo_tokens(model, prompt, MAX_TOKENS) == stock
-
-
 def test_policy_that_needs_scores_is_refused():
     with pytest.raises(ValueError, match=r"H2O needs scores, chunks of this model's latent attention"):
-        install(model_of(), 40, block_size=8, backend="numpy", eviction=H2O(max_kv=16))
+        install(model_of_file("deepseek_v3"), 40, block_size=8, backend="numpy", eviction=H2O(max_kv=16))
 
 
 def test_wrong_mask_beside_latents_is_refused():
-    with install(model_of(), 40, block_size=8, backend="numpy", fused=True) as kv:
+    with install(model_of_file("deepseek_v3"), 40, block_size=8, backend="numpy", fused=True) as kv:
         plan = StepArrays(np.array([[1]]), np.array([1]), np.array([0, 1]), np.array([8]))
         latents, keys = attention.paged_latents(attention.Forward(kv.backend, plan, (1, 1), is_fused=True), 0, None)
         queries = mx.zeros((1, 4, 1, LATENT["kv_lora_rank"]))

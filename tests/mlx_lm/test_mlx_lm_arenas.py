@@ -11,7 +11,7 @@ from mlx_models import computing_on_cpu
 from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import host, install
 from kvpool.adapters.mlx_lm.layout import layout_of
-from kvpool.sizing import IDLE, arrays_of_one_size
+from kvpool.sizing import IDLE, arrays_of_an_arena, arrays_of_one_size
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 WIDE = {"head_dim": 32, "global_head_dim": 64}  # heads as wide as a group of the quantization
@@ -39,6 +39,8 @@ def test_blocks_of_equal_bytes_are_the_largest_of_which_few_idle():
         if widths is not None:
             found += 1
             assert max(width * one for width, (_, one) in zip(widths, needs, strict=True)) == max(good)
+        fits = [width for width in range(1, max(counts) + 1) if all(idles(width, (n, 1)) <= IDLE for n in counts)]
+        assert arrays_of_an_arena(counts) == max(fits)
     assert 50 < found < 350
 
 

@@ -101,31 +101,34 @@ def test_a_model_that_was_cast_after_install_is_refused():
 # --------------------------------------------------------------------------------------- models built lazily
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-def test_forward_pass_of_a_lazy_model_loads_its_weights_where_kernels_run_at_once(kernels):
-    """What the docstring of the adapter says: with kernels of the CPU the call itself computes, else nothing does."""
+@pytest.fixture
+def lazy():
+    """A model whose weights are not loaded, and how many bytes they have."""
     with on_cpu():
         model = llama.Model(llama.ModelArgs(**LAZY))
-        weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
-        with install(model, 8, kernels=kernels, fused=False) as kv:
-            cache = kv.make_cache()
-            gc.collect()  # models of tests before this one would leave in the middle of it
-            before = mx.get_active_memory()
-            logits = model(mx.array([[1, 2, 3]]), cache=cache)
-            loaded = mx.get_active_memory() - before
-            assert kv.backend.capabilities.lazy != kernels
-            assert loaded > weights // 2 if kernels else loaded < weights // 8, (loaded, weights)
-            mx.eval(logits)
-            assert mx.get_active_memory() - before > weights * 3 // 4
+        gc.collect()  # models of tests before this one would leave in the middle of it
+        yield model, sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_forward_pass_of_a_lazy_model_loads_its_weights_where_kernels_run_at_once(lazy, kernels):
+    """What the docstring of the adapter says: with kernels of the CPU the call itself computes, else nothing does."""
+    model, weights = lazy
+    with install(model, 8, kernels=kernels, fused=False) as kv:
+        cache = kv.make_cache()
+        before = mx.get_active_memory()
+        logits = model(mx.array([[1, 2, 3]]), cache=cache)
+        loaded = mx.get_active_memory() - before
+        assert kv.backend.capabilities.lazy != kernels
+        assert loaded > weights // 2 if kernels else loaded < weights // 8, (loaded, weights)
+        mx.eval(logits)
+        assert mx.get_active_memory() - before > weights * 3 // 4
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_install_of_a_lazy_model_loads_its_weights_where_it_tries_to_fuse(fused):
-    with on_cpu():
-        model = llama.Model(llama.ModelArgs(**LAZY))
-        weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
-        gc.collect()
-        before = mx.get_active_memory()
-        kv = install(model, 8, fused=fused)
-        loaded = mx.get_active_memory() - before - kv.backend.spec.pool_nbytes(8)
-        assert loaded > weights // 2 if fused else loaded < weights // 8, (loaded, weights)
+def test_install_of_a_lazy_model_loads_its_weights_where_it_tries_to_fuse(lazy, fused):
+    model, weights = lazy
+    before = mx.get_active_memory()
+    kv = install(model, 8, fused=fused)
+    loaded = mx.get_active_memory() - before - kv.backend.spec.pool_nbytes(8)
+    assert loaded > weights // 2 if fused else loaded < weights // 8, (loaded, weights)

@@ -12,31 +12,21 @@ from pathlib import Path
 import pytest
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache, QuantizedKVCache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_models import VOCAB, tiny_llama
+from mlx_models import tiny_llama
 from mlx_server import arguments, provide
 
-from kvpool.adapters.mlx_lm import PagedPromptCache, install
+from kvpool.adapters.mlx_lm import PagedPromptCache, install, tiny
 from kvpool.adapters.prompt_cache import PromptCache
 
 BLOCK = 4
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SYSTEM = "You are a block table. Answer in slots, never in bytes, and share what you have."
 QUESTIONS = ("Where is token 7?", "Who holds block 3?", "Where is token 8?")
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 20, initial_alphabet=alphabet, show_progress=False)
-    plain.train_from_iterator([SYSTEM, *QUESTIONS], trainer)
-    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=TEMPLATE))
+    return tiny.tokenizer()
 
 
 def converse(model, tokenizer, prompt_cache, seed, kv_bits=None):

@@ -7,8 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import BatchGenerator
-from mlx_models import PROMPTS, SMALL_STEPS, batch_tokens, random_prompts
+from mlx_models import PROMPTS, batch_tokens, random_prompts
 
 from kvpool.adapters.mlx_lm import EngineStopped, PagedKVCache, install
 from kvpool.errors import ConcurrentUse
@@ -109,26 +108,10 @@ def test_an_engine_that_was_refused_is_stopped_and_the_other_one_goes_on(kv):
     update(first, [0, 1, 2])
 
 
-def serve(model, lock, prompts):
-    """Tokens of prompts that run in this thread, which holds the lock for each step of its engine."""
-    with lock:
-        generator = BatchGenerator(model, **SMALL_STEPS)
-        uids = generator.insert(prompts, [16] * len(prompts))
-    rows = {uid: [] for uid in uids}
-    while True:
-        with lock:
-            begun, responses = generator.next()
-        for response in responses:
-            rows[response.uid].append(response.token)
-        if not begun and not responses:
-            break
-    return [rows[uid] for uid in uids]
-
-
 def test_engines_in_two_threads_that_take_turns_equal_stock(model, kv):
     requests = [random_prompts(PROMPTS, seed) for seed in (1, 2)]
     expected = [batch_tokens(model, prompts) for prompts in requests]
     lock = threading.Lock()
     with kv, ThreadPoolExecutor(2) as threads:
-        tokens = list(threads.map(partial(serve, model, lock), requests))
+        tokens = list(threads.map(partial(batch_tokens, model, lock=lock), requests))
     assert tokens == expected

@@ -132,14 +132,6 @@ def test_quantized_arenas_equal_a_dense_cache_of_the_same_numbers(arch, fields, 
 # ---- admission
 
 
-def longest_answers(kv, limits, chunk):
-    """How many requests of these lengths are admitted together."""
-    admitted = []
-    while len(admitted) < len(limits) and kv.can_admit(0, 0, [*admitted, (0, limits[len(admitted)])], chunk=chunk):
-        admitted.append((0, limits[len(admitted)]))
-    return len(admitted)
-
-
 def test_admission_has_room_for_the_chunk():
     model, prompts = tiny_gemma3(), random_prompts([60] * 2)
 
@@ -161,8 +153,9 @@ def test_requests_cost_what_their_windows_hold_and_not_all_their_tokens():
     """
     with install(tiny_gemma3(), 1 + 100, block_size=4) as kv:
         assert [group.columns for group in kv.pool.options.groups] == [3, 1]
-        assert longest_answers(kv, [100] * 20, 4) == (400 - 4) // (26 + 3 * 7) == 8
-        assert longest_answers(kv, [100] * 20, 64) == (400 - 4) // (26 + 3 * 22) == 4
+        for chunk, most in ((4, (400 - 4) // (26 + 3 * 7)), (64, (400 - 4) // (26 + 3 * 22))):
+            fits = [kv.can_admit(0, 0, [(0, 100)] * n, chunk=chunk) for n in range(20)]
+            assert fits == [n <= most for n in range(20)]
         with pytest.raises(ValueError, match="chunk is 0, the least is 1"):
             kv.can_admit(1, 1, chunk=0)
 

@@ -7,15 +7,8 @@
         ...
     print(kv.summary())
 
-With ``install(model, num_blocks=4096, prefix_cache=True)`` prompts with a common beginning share its blocks.
-`PagedPromptCache` has the interface of mlx-lm's `LRUPromptCache`. `PagedKV.fetch` and `PagedKV.commit` are the two
-calls behind it.
-
-`Engine` runs models with `kvpool.Scheduler` in place of an engine of mlx-lm: prompts in chunks, preemption, samples
-that share their prompt, beams, all in one forward pass per step.
-
-``kv.make_cache(policy)`` or `make_cache` sets an eviction policy for one cache, ``Engine(model, 4096, eviction=...)``
-for an engine. See docs/mlx-lm.md for the models that attend straight over the blocks, and docs/eviction.md.
+`Engine` runs models with `kvpool.Scheduler` in place of an engine of mlx-lm. `PagedPromptCache` has the interface of
+mlx-lm's `LRUPromptCache`. See docs/mlx-lm.md, and docs/eviction.md for what `make_cache` takes.
 
 Paged caches do not support two options of mlx-lm's engines:
 

@@ -1,17 +1,12 @@
 """Attention straight over the pool, and how a model of mlx-lm comes to use it.
 
 On the fused route ``update_and_fetch`` stores the new keys and values and returns one `PagedContext` in place of both.
-``make_mask`` returns a `PagedMask`. A model of mlx-lm passes them to attention untouched. Any other use of them raises
-an error that says so.
+``make_mask`` returns a `PagedMask`. A model of mlx-lm passes them to attention untouched: inside ``with install(...)``
+a stand-in for ``mx.fast.scaled_dot_product_attention``, which passes everything else to the original. gemma2 computes
+its capped scores itself; there the stand-in replaces ``Attention.__call__``. Any other use of them raises an error.
 
-mlx-lm has no hook for a cache that attends by itself. Its models end in ``mx.fast.scaled_dot_product_attention``.
-Inside ``with install(...)`` that attribute is a stand-in. The stand-in knows `PagedContext` and passes everything else,
-stock caches too, to the original. gemma2 computes its capped scores itself; there the stand-in replaces
-``Attention.__call__``.
-
-Models with latent attention keep one latent and one rotary part per token (512 and 64 elements in DeepSeek-V3). They
-decode over the latents themselves, so a decode attends over the pool (`PagedLatents`). In a chunk they expand each
-latent to the keys and values of all heads, so a chunk gathers.
+Models with latent attention decode over the latents themselves, so a decode attends over the pool (`PagedLatents`). In
+a chunk they expand each latent to the keys and values of all heads, so a chunk gathers.
 
 A hook says nothing about what a model does with a context on the way. So `reason_to_gather` runs two short rows through
 the model, on paged caches with the hook in place and on mlx-lm's own caches. A model that looks into its keys, values
@@ -24,6 +19,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -114,37 +110,9 @@ def _place(frame: TracebackType) -> str:
 class Forward:
     """One forward pass: what its layers share, and how they store keys and values.
 
-    The copies of the plan are not executed here.
-
-    Parameters
-    ----------
-    backend : kvpool.protocol.KVBackend
-    plan
-        A `kvpool.Plan`, or a `kvpool.protocol.StepArrays`.
-    shape : (B, N)
-        Rows and columns of the model's input.
-    columns : int32 ``[T]``, optional
-        Which of the B * N input positions are real tokens; None when all are.
-    eviction : kvpool.eviction.Evictor, optional
-        Receives the attention scores of the layers.
-    first_layer : int
-        Number of the backend's layer 0 for `eviction`.
-    is_fused : bool
-        Whether the layers attend over the pool.
-    defers : bool
-        Store the keys and values of a layer when its queries are known, so that one evaluation computes all three.
-        Kernels that run at once wait for every evaluation.
-    stores : bool
-        Whether the pass stores keys and values. False for a pass over tokens that another pass has stored.
-
-    Attributes
-    ----------
-    step
-        What the backend's `prepare` returned for the plan.
-    attends : bool
-        Whether anybody uses the attention. If not, the result is 0.
-    is_over : bool
-        Whether a later operation has begun: the blocks may hold other tokens.
+    The copies of the plan, a `kvpool.Plan` or a `kvpool.protocol.StepArrays`, are not executed here. With `defers` the
+    keys and values of a layer are stored when its queries are known, so that one evaluation computes all three: kernels
+    that run at once wait for every evaluation.
     """
 
     def __init__(
@@ -162,17 +130,17 @@ class Forward:
     ) -> None:
         self.backend = backend
         self.plan = plan
-        self.shape = shape
-        self.columns = columns
-        self.eviction = eviction
-        self.first_layer = first_layer
-        self._observed: Any = None  # what the backend prepared of the queries that `eviction` looks at
+        self.shape = shape  # rows and columns of the model's input
+        self.columns = columns  # which input positions are real tokens, int32 [T]; None when all are
+        self.eviction = eviction  # receives the attention scores of the layers
+        self.first_layer = first_layer  # number of the backend's layer 0 for `eviction`
+        self._observed: Any = None  # a step of the queries that `eviction` looks at, each in a row of its own
         self._masks: dict[tuple[int, int], np.ndarray | None] = {}  # by window and keep
-        self.is_fused = is_fused
+        self.is_fused = is_fused  # whether the layers attend over the pool
         self.defers = defers
-        self.stores = stores
-        self.attends = True
-        self.is_over = False
+        self.stores = stores  # False for a pass over tokens that another pass has stored
+        self.attends = True  # whether anybody uses the attention: if not, the result is 0
+        self.is_over = False  # a later operation has begun, so the blocks may hold other tokens
         self.late: tuple[int, mx.array, mx.array] | None = None
         self.step = backend.prepare(plan)
 
@@ -193,20 +161,19 @@ class Forward:
         else:
             self.backend.write(self.step, layer, k, v)
 
-    def observed_step(self) -> Any:
-        """Return a step of the queries that `eviction` looks at, each in a row of its own. Made once."""
+    def scores(self, layer: int, q: mx.array, scale: float, options: AttentionOptions | None) -> mx.array:
+        """Return the scores of the queries that `eviction` looks at, ``[R, Hk, C]``: a second attention."""
+        queries, kind = self.eviction.observed.queries, self.eviction.policy.kind
         if self._observed is None:
-            arrays = StepArrays.of_queries(self.plan, self.eviction.observed.queries)
-            self._observed = self.backend.prepare(arrays)
-        return self._observed
+            self._observed = self.backend.prepare(StepArrays.of_queries(self.plan, queries))
+        chosen = q[mx.array(queries)]
+        _, scores = self.backend.attend(self._observed, layer, chosen, scale, options=options, scores=kind)
+        return scores
 
     def mask(self, window: int, keep: int) -> np.ndarray | None:
         """Return the mask of queries that read the last `window` tokens and the first `keep` ones, for all layers.
 
-        Returns
-        -------
-        float32 ``[T, C]``, or None
-            0 or -inf for each place of the table. None: no query is so far from the beginning that it hides one.
+        It has 0 or -inf for each place of the table, float32 ``[T, C]``. None: no query hides one.
         """
         if (window, keep) not in self._masks:
             lens, ends = np.asarray(self.plan.seq_lens), np.asarray(self.plan.cu_q_lens)[1:]
@@ -249,42 +216,21 @@ class _Placeholder:
 
 
 class PagedMask(_Placeholder):
-    """A causal mask, with a window if the model asks for one or the cache has one.
-
-    ``make_mask`` returns it on the fused route.
-
-    Raises
-    ------
-    TypeError
-        The model asks for more than the cache keeps. What its first tokens see then depends on where chunks begin.
-    """
+    """A causal mask, with a window if the model asks for one or the cache has one."""
 
     __slots__ = ("window",)
 
     def __init__(self, asked: int | None, kept: int | None) -> None:
-        if asked and kept and asked > kept:
+        if asked and kept and asked > kept:  # what its first tokens see then depends on where chunks begin
             raise TypeError(f"[make_mask] the window of the mask is {asked}, that of the cache {kept}")
         self.window = asked or kept
-
-    def __repr__(self) -> str:
-        return f"PagedMask(window={self.window})"
 
 
 paged_mask = functools.lru_cache(PagedMask)  # the layers of all passes share a few
 
 
 class PagedContext(_Placeholder):
-    """Keys and values of one layer in one forward pass, in the pool.
-
-    Parameters
-    ----------
-    forward : Forward
-        The pass.
-    layer, window
-        Which layer, and its attention window.
-    keep
-        Leading tokens that it reads beside the window.
-    """
+    """Keys and values of one layer in one forward pass, in the pool. It reads `keep` tokens beside its window."""
 
     __slots__ = ("forward", "keep", "layer", "window")
 
@@ -323,8 +269,6 @@ class PagedContext(_Placeholder):
             The same object: ``update_and_fetch`` returns it twice.
         mask
             A `PagedMask`, or a short form of mlx-lm: "causal", or None for a single column.
-        sinks, soft_cap
-            See `kvpool.protocol.AttentionOptions`.
 
         Raises
         ------
@@ -367,7 +311,7 @@ class PagedContext(_Placeholder):
         if kind is None or eviction.observed is not None:
             out: Any = backend.attend(forward.step, self.layer, q, scale, options=options)
             if kind is not None:
-                eviction.observe(forward.first_layer + self.layer, self._scores(q, eviction.observed, scale, options))
+                eviction.observe(forward.first_layer + self.layer, forward.scores(self.layer, q, scale, options))
         else:
             out, scores = backend.attend(forward.step, self.layer, q, scale, options=options, scores=kind)
             eviction.observe(forward.first_layer + self.layer, scores)
@@ -384,14 +328,6 @@ class PagedContext(_Placeholder):
             return _options(window, soft_cap, sinks)
         options, hidden = _options(None, soft_cap, sinks), self.forward.mask(window, self.keep)
         return options if hidden is None else AttentionOptions(None, soft_cap, options.sinks, mask=hidden)
-
-    def _scores(self, q: mx.array, observed: Any, scale: float, options: AttentionOptions | None) -> mx.array:
-        """Return the scores of some queries of the pass, ``[R, Hk, C]``: a second attention, one row per query."""
-        forward = self.forward
-        chosen, kind = q[mx.array(observed.queries)], forward.eviction.policy.kind
-        step = forward.observed_step()
-        _, scores = forward.backend.attend(step, self.layer, chosen, scale, options=options, scores=kind)
-        return scores
 
 
 class PagedLatents(PagedContext):
@@ -410,17 +346,8 @@ class PagedLatents(PagedContext):
     ) -> mx.array:
         """Attention of ``queries [B, Hq, 1, D]``, in the space of the latents: ``[B, Hq, 1, D]``.
 
-        Parameters
-        ----------
-        values : PagedLatents
-            The same object.
-        mask : ``[B, Hq, 1, Dr]``
-            What a model takes for scores of the rotary parts: its rotary queries times `scale`, see `RotaryKeys`.
-
-        Raises
-        ------
-        RuntimeError, TypeError, ValueError
-            As `PagedContext.attend`; or the mask is something else.
+        `mask` ``[B, Hq, 1, Dr]`` is what a model takes for scores of the rotary parts: its rotary queries times
+        `scale`, see `RotaryKeys`. Anything else raises TypeError.
         """
         rotary = self.forward.backend.spec.value_head_dim
         if not isinstance(mask, mx.array) or mask.shape != (*queries.shape[:-1], rotary):
@@ -433,12 +360,7 @@ class RotaryKeys(_Placeholder):
     """Rotary parts of the keys that belong to `PagedLatents`.
 
     A model multiplies its rotary queries by them and adds the product to the scores, as a mask. MLX's ``@`` takes
-    nothing but arrays. So the transposed keys are an identity matrix: the product is the rotary queries themselves, and
-    attention gets them as its mask.
-
-    Parameters
-    ----------
-    context : PagedLatents
+    nothing but arrays. So the transposed keys are an identity matrix: the product is the rotary queries themselves.
     """
 
     __slots__ = ("_context",)
@@ -580,15 +502,13 @@ class Site(NamedTuple):
                 setattr(self.owner, self.name, patch.original)
 
 
+@dataclass(slots=True)
 class _Patch:
     """A stand-in and the number of its users. It is kept after the last one leaves, for the next."""
 
-    __slots__ = ("count", "original", "stand_in")
-
-    def __init__(self, original: Any, stand_in: Any) -> None:
-        self.original = original
-        self.stand_in = stand_in
-        self.count = 0
+    original: Any
+    stand_in: Any
+    count: int = 0
 
 
 _patches: dict[tuple[Any, str], _Patch] = {}

@@ -263,7 +263,7 @@ class Batch:
         before = self.rows
         try:
             self._load(plan)
-            how: dict[str, Any] = {"first": first, "eviction": self.eviction, "defers": self.passes.defers}
+            how: dict[str, Any] = {"first": first, "eviction": self.eviction}
             turn = Turn(self.passes, plan, before, after, num_columns, self.is_merged, **how)
             if self.eviction is not None:
                 self.eviction.begin_pass(plan, np.arange(num_rows), new)

@@ -57,13 +57,7 @@ class Hook:
             )
 
     def leave(self, kv: Any) -> None:
-        """Undo the newest `enter` of `kv`.
-
-        Raises
-        ------
-        RuntimeError
-            Somebody has deleted the hook. `kv` has left nevertheless.
-        """
+        """Undo the newest `enter` of `kv`. Raise RuntimeError if somebody has deleted the hook; `kv` has left then."""
         self.installed.reverse()
         self.installed.remove(kv)  # its newest
         self.installed.reverse()

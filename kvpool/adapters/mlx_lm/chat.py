@@ -18,13 +18,7 @@ def is_conversation(prompt: Any) -> bool:
 
 
 def encoded(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
-    """Return the tokens of a conversation that the model is to continue.
-
-    Raises
-    ------
-    ValueError
-        The tokenizer has no chat template.
-    """
+    """Return the tokens of a conversation that the model is to continue."""
     if not tokenizer.has_chat_template:
         raise ValueError("[submit] a prompt of messages needs a chat template, this tokenizer has none")
     return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
@@ -71,29 +65,17 @@ def speller(tokenizer: Any) -> Callable[[int], bytes]:
 
 
 class Transcript:
-    """Text from tokens, one after the other.
+    """Text from tokens, one after the other. It ends before the first of `stops`, wherever tokens end.
 
-    Parameters
-    ----------
-    detokenizer
-        A fresh one of mlx-lm's, None for no text at all.
-    stops : sequence of str
-        The text ends before the first of these; they may begin and end inside of tokens.
-
-    Attributes
-    ----------
-    text : str
-        What was shown so far. Text that may turn out to be the beginning of a stop string is held back.
-    stop : str or None
-        The stop string that came.
+    Text that may turn out to be the beginning of a stop string is held back. Without a detokenizer there is no text.
     """
 
     def __init__(self, detokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._detokenizer = detokenizer
+        self._detokenizer = detokenizer  # a fresh one of mlx-lm's
         self._stops = tuple(stops)
         self._seen = ""
-        self.text = ""
-        self.stop: str | None = None
+        self.text = ""  # what was shown so far
+        self.stop: str | None = None  # that came
 
     @property
     def is_stopped(self) -> bool:

@@ -29,12 +29,7 @@ PROBE = 16  # tokens after which a sequence whose drafts are mostly wrong gets a
 class Trust:
     """The number of drafts that are worth computing for a sequence, from how many were right lately.
 
-    A sequence gets drafts as far as the last of them is more likely right than not.
-
-    Parameters
-    ----------
-    num_drafts : int
-        Drafts of a sequence in one step, at most.
+    A sequence gets drafts as far as the last of them is more likely right than not, and at most `num_drafts`.
     """
 
     def __init__(self, num_drafts: int) -> None:
@@ -43,7 +38,7 @@ class Trust:
 
     def ask(self, propose: Propose, rows: list[Decoding]) -> list[np.ndarray]:
         """Return the drafts that `propose` has for each sequence, and remember them."""
-        drafts, last = [row.generated[:0] for row in rows], {}
+        drafts = [row.generated[:0] for row in rows]
         chances = list(map(self._chance, rows))
         asked = []
         for at, (row, chance) in enumerate(zip(rows, chances, strict=True)):
@@ -53,9 +48,8 @@ class Trust:
         given = propose([row for _, row in asked]) if asked else ()
         for (at, row), found in zip(asked, given, strict=True):
             drafts[at] = np.asarray(found, np.int32)[: row.most]
-        for row, chance, own in zip(rows, chances, drafts, strict=True):
-            last[row.request.id, row.index] = len(row.generated), own, chance
-        self._last = last
+        found = zip(rows, drafts, chances, strict=True)
+        self._last = {(row.request.id, row.index): (len(row.generated), own, chance) for row, own, chance in found}
         return drafts
 
     def _chance(self, row: Decoding) -> float:

@@ -6,19 +6,8 @@
             print(event.text, end="")
         answers = engine.batch(prompts, n=4, temperature=1.0)
 
-One step:
-
-1. `kvpool.Scheduler` decides how many tokens each request gets, and the pool gives it blocks.
-2. The model runs once over all these tokens (`RaggedForward`).
-3. Each row that needs one gets its next token (`sampling`).
-4. The scheduler takes the tokens, and the listeners are called.
-
-Where attention is a node of MLX's graph, all of 2 and 3 is one evaluation. Then the next step begins before the tokens
-of this one are read, if it needs only that they exist.
-
-The tokens do not depend on other requests, chunks, preemption or the prefix cache; these only change the time. With an
-eviction policy this holds as long as no sequence exceeds its budget. Beyond it, the attention of a token depends on
-where chunks end.
+Other requests, chunks, preemption and the prefix cache change when tokens come, and not which. With an eviction policy
+this holds as long as no sequence exceeds its budget. Beyond it, the attention of a token depends on where chunks end.
 """
 
 from __future__ import annotations
@@ -73,7 +62,7 @@ _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One new token of a request. Listeners receive it.
+    """One new token of a request, for its listener.
 
     Attributes
     ----------
@@ -133,8 +122,8 @@ class Completion:
     Attributes
     ----------
     error : Exception or None
-        The exception that ended the request: of its listener or its grammar, or `LogitsNotFinite`. The samples have
-        what came before. Or that of its tokenizer: then there is no text.
+        What ended the request: of its listener or its grammar, or `LogitsNotFinite`; the samples have what came before.
+        Or that of its tokenizer: then there is no text.
     """
 
     id: Hashable
@@ -254,13 +243,11 @@ class Engine:
     def _start(self) -> None:
         """Begin without requests, on a pool that is empty or shared."""
         self._forward = RaggedForward(self.kv)
-        self._keep_states, self._eviction = self._forward.keep_states, self._forward.eviction
-        self._has_states = self._forward.states_are_held
         self.scheduler = Scheduler(
             self.kv.pool,
             mixed=self._forward.is_ragged,
             formats=FORMATS,
-            eviction=self._eviction,
+            eviction=self._forward.eviction,
             **self._scheduling,
         )
         self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
@@ -398,8 +385,8 @@ class Engine:
             flight = flight or self._begun()
             found = None if flight is None else self._finished(flight)
         finally:
-            if self._has_states:
-                self._keep_states(self.scheduler.handles)
+            if self._forward.states_are_held:
+                self._forward.keep_states(self.scheduler.handles)
         if found is not None:
             rows, outputs = found
             if self.kv.stored is not None and flight is not None:
@@ -654,9 +641,11 @@ class Engine:
     def _note_not_finite(self, step: Step, not_finite: np.ndarray) -> None:
         """Note which samples cannot go on. Drafts that were wrong are not part of a sample."""
         for at in np.flatnonzero(not_finite if step.taken is None else not_finite & step.taken).tolist():
-            job = self._jobs.get(step.requests[at].id)
-            if job is not None and job.request is step.requests[at]:
-                job.note_not_finite(int(step.sample_index[at]), int(step.sample_position[at]))
+            request, index, position = step.requests[at], int(step.sample_index[at]), int(step.sample_position[at])
+            job = self._jobs.get(request.id)
+            if job is not None and job.request is request:
+                samples = range(request.n) if request.beam_width else (index,)
+                job.ends = dict.fromkeys(samples, position) | job.ends
 
     def _fail(self, step: Step) -> None:
         """Take a step back, with the one that began after it."""
@@ -669,8 +658,8 @@ class Engine:
         inputs: mx.array | np.ndarray = step.tokens
         if not len(inputs):
             return _Flight(step, mx.array(inputs), mx.zeros(0))
-        if self._eviction is not None:
-            self._eviction.begin_pass(step.plan, step.lanes, step.num_new)
+        if self._forward.eviction is not None:
+            self._forward.eviction.begin_pass(step.plan, step.lanes, step.num_new)
         if before is not None:
             inputs = _inputs(step, before)
         logits = self._forward(inputs, step.plan, step.sample_at)
@@ -751,7 +740,7 @@ class Engine:
             self.kv.stored.drop(job.request.id)
         for output in self.scheduler.cancel(job.request.id):
             job.outputs[output.index] = output
-        self._keep_states(self.scheduler.handles)
+        self._forward.keep_states(self.scheduler.handles)
         if self._flight is not None and not self._jobs and not self._is_delivering:
             self._fail(self._flight.step)
         return job.completion()
@@ -772,23 +761,13 @@ class Engine:
 
 @dataclass(slots=True)
 class _Flight:
-    """A step that is out: arrays that MLX computes.
-
-    Attributes
-    ----------
-    tokens, logprobs
-        Of each sample.
-    beams
-        What continues each sample of a beam best.
-    tops
-        The likeliest tokens and their logprobs, as many as any sample asks for.
-    """
+    """A step that is out: arrays that MLX computes."""
 
     step: Step
     tokens: mx.array
     logprobs: mx.array
-    beams: tuple[mx.array, mx.array] | None = None
-    tops: tuple[mx.array, mx.array] | None = None
+    beams: tuple[mx.array, mx.array] | None = None  # what continues each sample of a beam best
+    tops: tuple[mx.array, mx.array] | None = None  # the likeliest tokens, as many as any sample asks for
 
 
 class _Job:
@@ -812,12 +791,7 @@ class _Job:
     @property
     def is_stopped(self) -> bool:
         """Whether all samples have ended with a stop string."""
-        stopped = sum(one.is_stopped for one in self._transcripts.values())
-        return stopped == self.request.n
-
-    def note_not_finite(self, index: int, position: int) -> None:
-        """Note that the logits for a token of a sample are not finite."""
-        self.ends = dict.fromkeys(range(self.request.n) if self.request.beam_width else (index,), position) | self.ends
+        return sum(one.is_stopped for one in self._transcripts.values()) == self.request.n
 
     def fail_not_finite(self, index: int, position: int) -> bool:
         """End the request with such a token, unless its sample has stopped before. Return whether it is the cause."""
@@ -856,7 +830,7 @@ class _Job:
         if (end := self.ends.get(output.index, len(tokens))) < len(tokens):
             tokens, reason = tokens[:end], "cancelled"
             logprobs = None if logprobs is None else logprobs[:end]
-        transcript = self._transcripts.get(output.index) if not self.request.beam_width else None
+        transcript = self._transcripts.get(output.index)
         try:
             if transcript is None:
                 transcript = self._transcript()
@@ -898,6 +872,12 @@ def _inputs(step: Step, before: _Flight) -> mx.array | np.ndarray:
 class RaggedForward:
     """Run the plans of a pool through a model, one at a time.
 
+    A model of mlx-lm takes a rectangle of tokens and one cache per layer. Where all layers attend over the pool, only
+    attention looks at more than one token, and its kernels read from the plan which token belongs to which sequence. So
+    the T tokens of a plan are T rows of one column, each at its own position, without padding. Other models (the gather
+    route, recurrent layers, caches that are held whole) see a sequence in each row, as everywhere in mlx-lm. There a
+    plan has one token for each sequence, or one chunk of a single sequence.
+
     Parameters
     ----------
     kv : PagedKV
@@ -908,22 +888,10 @@ class RaggedForward:
     is_ragged : bool
         Whether a pass takes any plan: all layers attend over the pool, and rows may share a pass.
     eviction : Eviction or None
-        Has the policy of `kv`, and receives the attention scores of the layers. Call its `begin_pass` before each
-        pass. The code that makes the plans evicts tokens between two plans, as `kvpool.Scheduler` does.
-    states : SlotStates
-        What the state slots of the pool hold.
+        Receives the attention scores of the layers. Call its `begin_pass` before each pass. The code that makes the
+        plans evicts tokens between two of them, as `kvpool.Scheduler` does.
     late : list of mx.array
         Of the last pass, what MLX has to evaluate beside its logits: writes that are lazy, and states.
-
-    Notes
-    -----
-    A model of mlx-lm takes a rectangle of tokens and one cache per layer. Where all layers attend over the pool, only
-    attention looks at more than one token. The attention kernels read from the plan which token belongs to which
-    sequence. So the T tokens of a plan are T rows of one column, each at its own position. There is no padding. Other
-    models (the gather route, recurrent layers, caches that are held whole) see a sequence in each row, as everywhere in
-    mlx-lm. There a plan has one token for each sequence, or one chunk of a single sequence.
-
-    A pass does not change the model. It replaces the model's attention function and puts it back (`attention`).
     """
 
     def __init__(self, kv: PagedKV) -> None:
@@ -931,7 +899,6 @@ class RaggedForward:
         self.eviction = Eviction.of(kv.eviction, kv.passes)
         layout = kv.layout
         self.is_ragged = bool(kv.passes.sites) and not (layout.held or layout.is_apart or layout.has_latents)
-        self._defers = self.is_ragged and not kv.passes.is_lazy
         self._state_group = layout.state_group
         self.states_are_held = self._state_group >= 0
         self.states = SlotStates(layout)
@@ -940,9 +907,8 @@ class RaggedForward:
     def __call__(self, tokens: mx.array | np.ndarray, plan: Any, rows: np.ndarray) -> mx.array:
         """Return the logits of some tokens of a plan that was stepped, float32 ``[M, V]``.
 
-        All copies, writes and reads of the plan are done when the call returns, or they are in MLX's graph, and the
-        states that it names are stored. The caller evaluates the logits and `late`, calls `done` or `rollback`, then
-        `keep_states`. Exceptions of the model pass through.
+        All copies, writes and reads of the plan are done when the call returns, or they are in MLX's graph. The caller
+        evaluates the logits and `late`, calls `done` or `rollback`, then `keep_states`.
 
         Parameters
         ----------
@@ -997,8 +963,7 @@ class RaggedForward:
                     "one token for each row, or one row"
                 )
         before, after = Rows(starts), Rows(starts + num_columns)
-        how: dict[str, Any] = {"eviction": self.eviction, "defers": self._defers}
-        return Turn(self.kv.passes, plan, before, after, num_columns, num_columns == 1, **how)
+        return Turn(self.kv.passes, plan, before, after, num_columns, num_columns == 1, eviction=self.eviction)
 
     def _slots(self, plan: Any, name: str, part: Part) -> list[int]:
         """Return the state slots of a part's rows: ``state_src`` or ``state_dst``."""
@@ -1007,13 +972,13 @@ class RaggedForward:
 
     def _logits(self, inputs: mx.array, turn: Turn, rows: np.ndarray) -> tuple[mx.array, list[tuple[Part, Held]]]:
         """Run the model over all tokens and its head over the tokens that were asked for."""
-        model, taken = self.kv.model, False
+        model = self.kv.model
         is_whole = len(rows) == inputs.size and rows.tolist() == list(range(inputs.size))
-        if len(rows) and not is_whole:
+        is_taken = is_whole or (len(rows) and type(model).__module__ in _HEADS)
+        if is_taken and not is_whole:
             # A policy with scores needs the last layer's attention of every row's last token, sampled or not.
             splits = len(rows) < inputs.size and self.is_ragged and self.eviction is None
-            last = partial(_LastLayer, turn, rows) if splits else None
-            model, taken = _with_rows(model, mx.array(rows), last)
+            model = _with_rows(model, mx.array(rows), partial(_LastLayer, turn, rows) if splits else None)
 
         def run(own: list[Any], part: Part) -> Any:
             return model(inputs if part.takes_input_whole else cut(inputs, part), cache=own)
@@ -1023,7 +988,7 @@ class RaggedForward:
         if not len(rows):  # MLX never evaluates it
             return mx.zeros((0, logits.shape[-1]), mx.float32), held_by
         logits = logits.reshape(-1, logits.shape[-1])
-        return (logits if taken or is_whole else logits[mx.array(rows)]).astype(mx.float32), held_by
+        return (logits if is_taken else logits[mx.array(rows)]).astype(mx.float32), held_by
 
 
 # ------------------------------------------------------------------------------------ logits of some rows only
@@ -1032,18 +997,12 @@ class RaggedForward:
 class _RowsOf:
     """A model's body that returns the hidden states of some rows only. All attributes are those of the body."""
 
-    def __init__(self, body: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None) -> None:
+    def __init__(self, body: nn.Module, rows: mx.array) -> None:
         self._body = body
         self._rows = rows
-        self._is_split = last is not None
-        if last is not None:
-            self._body = copy.copy(body)
-            dict.__setitem__(self._body, "layers", [*body.layers[:-1], last(body.layers[-1])])
 
     def __call__(self, *args: Any, **options: Any) -> mx.array:
         hidden: mx.array = self._body(*args, **options)
-        if self._is_split:
-            return hidden
         return hidden.reshape(-1, 1, hidden.shape[-1])[self._rows]
 
     def __getattr__(self, name: str) -> Any:
@@ -1053,9 +1012,8 @@ class _RowsOf:
 class _LastLayer:
     """The last layer of a model. It computes only keys and values of tokens that are not sampled.
 
-    The wrapped layer runs twice. The first run stores the keys and values of all tokens; nobody uses its result, so MLX
-    never computes that. The second run computes the rows that were asked for. Each such row is a sequence of its own
-    that ends with its token. All attributes are those of the layer.
+    The wrapped layer runs twice: for the keys and values of all tokens, where MLX never computes the rest, and for the
+    rows that were asked for. Each of these is a sequence of its own that ends with its token.
     """
 
     def __init__(self, turn: Turn, rows: np.ndarray, layer: nn.Module) -> None:
@@ -1068,7 +1026,7 @@ class _LastLayer:
         place = whole.place
         whole.part.forward(place).attends = False
         self._layer(x, *args, **options)
-        (part,) = self._turn.parts(is_apart=False)
+        (part,) = self._turn.parts()
         some = LayerCache(part, whole.number)
         given = [some if one is whole else one for one in args]
         named = {name: some if one is whole else one for name, one in options.items()}
@@ -1080,23 +1038,20 @@ class _LastLayer:
         return getattr(self._layer, name)
 
 
-def _with_rows(
-    model: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None
-) -> tuple[nn.Module, bool]:
-    """Return a copy of `model` whose head sees `rows` only, if ``model.model`` is followed by the head alone.
+def _with_rows(model: nn.Module, rows: mx.array, last: Callable[[nn.Module], _LastLayer] | None) -> nn.Module:
+    """Return a copy of `model` whose head sees `rows` only. It shares every weight, and lives for one pass.
 
-    The head of a large vocabulary costs as much as several layers, and a chunk of a prompt needs one row of it. The
-    copy is shallow, shares every weight, and lives for one pass. The model itself stays untouched. `last` wraps the
-    last layer, so that it only stores keys and values of the other tokens.
+    The head of a large vocabulary costs as much as several layers, and a chunk of a prompt needs one row of it. `last`
+    wraps the last layer, so that it only stores keys and values of the other tokens.
     """
-    body = model.get("model")
-    if not isinstance(body, nn.Module) or type(model).__module__ not in _HEADS:
-        return model, False
-    if type(model).__module__ in _PER_TOKEN:
-        last = None
-    one = copy.copy(model)
-    dict.__setitem__(one, "model", _RowsOf(body, rows, last))
-    return one, True
+    one, body = copy.copy(model), model["model"]
+    if last is None or type(model).__module__ in _PER_TOKEN:
+        body = _RowsOf(body, rows)
+    else:
+        body = copy.copy(body)
+        dict.__setitem__(body, "layers", [*body.layers[:-1], last(body.layers[-1])])
+    dict.__setitem__(one, "model", body)
+    return one
 
 
 _PER_TOKEN = frozenset({"mlx_lm.models.ministral3"})

@@ -28,7 +28,7 @@ def make_cache(model: Any, eviction: Policy | None = None, **quantization: int |
     RuntimeError
         The model is not installed now.
     TypeError, ValueError
-        See `check_policy`. Also for bits that the blocks do not have.
+        Not a policy, one that the model or its backend cannot follow, or bits that the blocks do not have.
     """
     hook = vars(model).get("make_cache")
     if not isinstance(hook, Hook):
@@ -37,14 +37,7 @@ def make_cache(model: Any, eviction: Policy | None = None, **quantization: int |
 
 
 def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cache") -> Policy | None:
-    """Return `policy` if the caches of a model can follow it. `route` is `PagedKV.route`, for error messages.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Not a policy; or one that needs scores where route or backend have none, that moves tokens where the backend
-        cannot, or that needs smaller blocks. A model without full attention, or with full layers of several shapes.
-    """
+    """Return `policy` if the caches of a model can follow it. `route` is `PagedKV.route`, for error messages."""
     if policy is None:
         return None
     if not isinstance(policy, Policy):
@@ -62,15 +55,9 @@ def check_policy(policy: Any, passes: Passes, route: str, call: str = "make_cach
 
 
 class Eviction(Evictor):
-    """The eviction state of one `Batch`: the policy, its memory, and the scores of the last pass.
+    """The eviction state of one `Batch`: the policy, its memory, and the scores of the last pass."""
 
-    Attributes
-    ----------
-    is_torn : bool
-        An eviction failed half-way: what its rows hold cannot be read any more.
-    """
-
-    is_torn = False
+    is_torn = False  # an eviction failed half-way: what its rows hold cannot be read any more
 
     @classmethod
     def of(cls, policy: Policy | None, passes: Passes, num_rows: int = 0) -> Self | None:
@@ -106,17 +93,9 @@ class Eviction(Evictor):
         self.begin(np.where(new > 0, rows, -1), held, new)
 
     def run(self, handles: Sequence[int], lens: np.ndarray, gone: np.ndarray) -> np.ndarray:
-        """Evict tokens of rows above their budget, before a pass. Return how many each row has lost, int64 ``[B]``.
+        """Evict tokens of `Rows` above their budget, before a pass. Return how many each has lost, int64 ``[B]``.
 
-        Parameters
-        ----------
-        lens, gone : int64 ``[B]``
-            See `Rows`.
-
-        Raises
-        ------
-        OutOfBlocks
-            There are no blocks for copies of shared ones. Nothing has changed.
+        OutOfBlocks: there are no blocks for copies of shared ones, and nothing has changed.
         """
         self.settle()
         held = lens - gone

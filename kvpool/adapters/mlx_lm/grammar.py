@@ -86,14 +86,9 @@ class Follower:
         self._matcher, self._taken = matcher, 0
 
     def allowed(self, generated: np.ndarray) -> np.ndarray:
-        """Return which tokens may come next, one bit each, the lowest first.
+        """Return which tokens may come next, one bit each, the lowest first. GrammarFailed: the sample cannot go on.
 
         `generated` has the tokens of the last call and those that came since.
-
-        Raises
-        ------
-        GrammarFailed
-            The sample cannot go on.
         """
         self._matcher.consume_tokens(generated[self._taken :].tolist())
         self._taken = len(generated)
@@ -107,11 +102,6 @@ class Trial:
     """Reads grammars in another process, which dies of one that takes it more than `SECONDS` of CPU time.
 
     The process starts with the first grammar. It ends with `close`, or with this process.
-
-    Parameters
-    ----------
-    tokenizer, vocab_size
-        As for `Grammars`.
     """
 
     SECONDS = 1.0
@@ -122,22 +112,11 @@ class Trial:
         self._process: Any = None  # a Popen
 
     def check(self, source: str) -> None:
-        """Raise `ValueError` if a grammar takes too long to read. What else is wrong with it has no effect.
-
-        Raises
-        ------
-        OSError
-            The process does not start.
-        """
+        """Raise ValueError if a grammar takes too long to read, OSError if the process does not start."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            process, answer = self._process, ""
-            with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([self.SECONDS, source, LIMITS]) + "\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            if not answer:
+            if not _asked(self._process, [self.SECONDS, source, LIMITS]):
                 self.close()
                 raise ValueError(f"[grammar] it is too complex: to read it takes more than {self.SECONDS:g} s")
 
@@ -150,10 +129,7 @@ class Trial:
             text=True,
             start_new_session=True,  # a signal of the terminal is not for it
         )
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([self._vocab_size, self._tokenizer.get_added_vocab()]) + "\n")
-            self._process.stdin.flush()
-        if not self._process.stdout.readline():
+        if not _asked(self._process, [self._vocab_size, self._tokenizer.get_added_vocab()]):
             self.close()
             raise ChildProcessError("[grammar] the process that reads grammars does not start")
 
@@ -163,6 +139,15 @@ class Trial:
         if process is not None:
             process.kill()
             process.communicate()
+
+
+def _asked(process: Any, question: list[Any]) -> str:
+    """Return the answer of the process of a `Trial`, "" if it has ended."""
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        return str(process.stdout.readline())
+    return ""
 
 
 class Grammars:

@@ -43,10 +43,6 @@ class Converted:
     """Wraps a backend for other arrays and converts them from and to MLX arrays. All else is passed through.
 
     Every call evaluates its arguments and has run when it returns. So no MLX work is queued on the storage.
-
-    Parameters
-    ----------
-    backend : KVBackend
     """
 
     def __init__(self, backend: KVBackend) -> None:
@@ -160,26 +156,9 @@ def install(
     policy = None if isinstance(eviction, SlidingWindow) else eviction
     if num_blocks is not None:
         pool = layout.make_pool(num_blocks, block_size, max_seqs, prefix_cache, bool(policy), events, max_model_len)
-    paged = partial(_paged, model, layout, storage)
+    paged = partial(PagedKV, model, layout, storage)
     sites, why = _choose_route(paged, model, layout, fused, getattr(policy, "kind", None))
     return paged(pool, sites=sites, why_gather=why, prefix_cache=prefix_cache, eviction=policy, kept_in=store)
-
-
-def _paged(model: Any, layout: Layout, storage: Callable[..., KVBackend], pool: Any, **kept: Any) -> PagedKV:
-    blocks: Sequence[Any] = ()
-    held = GroupStorage(storage, pool, layout.stored) if layout.specs else None
-    if held is not None:
-        blocks = held.stores
-    elif pool.prefix is not None and layout.checkpoint_blocks:  # states only: a block for each checkpoint
-        num_blocks, nbytes = pool.num_blocks, layout.block_nbytes[0]
-        try:
-            blocks = [BlockRows(num_blocks, nbytes)]
-        except MemoryError:
-            raise MemoryError(
-                f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, "
-                "a block of this model holds one checkpoint; or prefix_cache=False"
-            ) from None
-    return PagedKV(model, pool, layout, held, blocks, **kept)
 
 
 def layout_on(
@@ -276,13 +255,12 @@ def _choose_route(
         block_size = layout.specs[0].block_size
         small = layout.make_pool(1 + 2 * len(ROWS) * -(-NUM_TOKENS // block_size), block_size, 8)
         trial = paged(small, sites=sites)
-        if not all(backend.capabilities.paged for backend in trial.backends):
+        can = [backend.capabilities for backend in trial.backends]
+        if not all(one.paged for one in can):
             why = "the backend runs without kernels"
-        elif any(leaf.keep for leaf in layout.leaves) and not all(
-            "mask" in backend.capabilities.features for backend in trial.backends
-        ):
+        elif any(leaf.keep for leaf in layout.leaves) and not all("mask" in one.features for one in can):
             why = "the backend takes no mask"
-        elif layout.has_latents and not all(backend.capabilities.latent for backend in trial.backends):
+        elif layout.has_latents and not all(one.latent for one in can):
             why = "the backend does not attend to latents"
         elif why := reason_to_gather(trial):
             if not fused:
@@ -333,6 +311,20 @@ class Summary:
         )
 
 
+def _checkpoints(pool: Any, layout: Layout) -> tuple[BlockRows, ...]:
+    """Return the storage of a model with states only: a block for each checkpoint."""
+    if pool.prefix is None or not layout.checkpoint_blocks:
+        return ()
+    num_blocks, nbytes = pool.num_blocks, layout.block_nbytes[0]
+    try:
+        return (BlockRows(num_blocks, nbytes),)
+    except MemoryError:
+        raise MemoryError(
+            f"[install] no memory for {num_blocks} checkpoints of states, {nbytes} bytes each: give fewer blocks, "
+            "a block of this model holds one checkpoint; or prefix_cache=False"
+        ) from None
+
+
 class PagedKV:
     """One pool and one storage for one model. `install` makes it.
 
@@ -344,18 +336,13 @@ class PagedKV:
     Eager kernels have run when their call returns. Only the last layer's attention is left then. It is the next call
     on the same thread, and a `PagedContext` refuses to attend after the batch has moved on.
 
-    Where writes are scatters (without kernels, or with Metal's), the layers have *built* their writes and reads. MLX
-    may run them later, when the blocks have another owner. This is sound because MLX arrays are values:
-
-    - The reads of a pass refer to the version of the pool array that its own writes made. The next write, on any
-      stream and in any order of evaluation, makes a new version. MLX reuses the buffer of the old version only if
-      nothing refers to it, and copies it otherwise. So no later write can reach an earlier read.
-    - Each write takes the newest version as input. So the versions form one chain, in the order in which the pool was
-      stepped, and no earlier write can reach the data of a later owner.
+    Where writes are scatters (without kernels, or with Metal's), MLX may run writes and reads later, when the blocks
+    have another owner. This is sound because MLX arrays are values. Each write takes the newest version of the pool
+    array as input, so the versions form one chain, in the order in which the pool was stepped. The reads of a pass
+    refer to the version that its own writes made. MLX reuses the buffer of a version only if nothing refers to it.
 
     With lazy kernels (`kvpool_backends.mlx.native`) the pool's arrays are not values: a write changes every version.
-    There reads are links of the chain, too. The chain runs in the order in which it was built, so a later write runs
-    after every earlier read.
+    There reads are links of the chain, too, so a later write runs after every earlier read.
 
     Threads
     -------
@@ -363,7 +350,7 @@ class PagedKV:
     (``with lock: generator.next()``). Before handing over, a thread must evaluate its pending MLX work, as engines do,
     or call `settle`. A thread that starts a forward pass while another is in one gets `ConcurrentUse`, and nothing has
     changed. A missing lock between two passes cannot be detected here, and MLX fails in its own ways. Any thread may
-    call `summary`, `can_admit` and `blocks_for`, which evaluate nothing. `pool` has no lock.
+    call `summary` and `can_admit`, which evaluate nothing. `pool` has no lock.
 
     Attributes
     ----------
@@ -374,19 +361,12 @@ class PagedKV:
         The storages of the layout. They take arrays of MLX.
     backend : kvpool.protocol.KVBackend
         The first of them. None if no layer has keys and values.
-    num_layers : int
     arenas : tuple
         What exports and imports the blocks of each arena.
     stored : StoredPrefixes or None
         What moves blocks from and to the store.
-    passes : Passes
-        What the batches of the model share.
-    storage : GroupStorage or None
-        What has the backends. None if no layer has keys and values.
     prefix_cache : bool
         Whether `fetch` and `commit` work.
-    namespace : bytes
-        Used for sequences without a namespace.
     query_tokens, hit_tokens : int
         Tokens that `fetch` has looked up, and found.
     """
@@ -394,10 +374,9 @@ class PagedKV:
     def __init__(
         self,
         model: Any,
-        pool: Any,
         layout: Layout,
-        storage: GroupStorage | None,
-        arenas: Sequence[Any],
+        storage: Callable[..., KVBackend],
+        pool: Any,
         *,
         sites: tuple[Site, ...] = (),
         why_gather: str = "",
@@ -407,11 +386,11 @@ class PagedKV:
     ) -> None:
         self.model = model
         self.pool = pool
-        self.backends: tuple[Any, ...] = () if storage is None else storage.backends
-        self.backend: Any = self.backends[0] if self.backends else None
         self.layout = layout
-        self.arenas = tuple(arenas)
-        self.storage = storage
+        self.storage = GroupStorage(storage, pool, layout.stored) if layout.specs else None
+        self.backends: tuple[Any, ...] = () if self.storage is None else self.storage.backends
+        self.backend: Any = self.backends[0] if self.backends else None
+        self.arenas: Any = _checkpoints(pool, layout) if self.storage is None else tuple(self.storage.stores)
         self._blocks: list[tuple[Hook, tuple[Site, ...], ExitStack]] = []  # that are entered, and what undoes each
         self._why_gather = why_gather
         self.num_layers = len(layout.leaves)
@@ -479,13 +458,10 @@ class PagedKV:
         return f"{route}; opaque: {', '.join(unknown)}" if unknown else route
 
     def make_cache(self, eviction: Policy | None = None, **quantization: int | None) -> list[Any]:
-        """Return an empty cache, one facade per cache of the model.
+        """Return an empty cache, one facade per cache of the model, for ``prompt_cache=``, ``insert(caches=[...])``.
 
-        It is for ``prompt_cache=``, ``insert(caches=[...])`` and so on.
-
-        `eviction` is the policy of this cache. By default it is that of `install`. A `SlidingWindow` is none: it is a
-        layer group of the pool, so `install` takes it for all caches. All blocks have the same format, so bits
-        (`kv_bits` and so on) other than those of `install` raise ValueError.
+        `eviction` is the policy of this cache, by default that of `install`. A `SlidingWindow` is none: it is a layer
+        group of the pool, so `install` takes it. Bits other than those of `install` raise ValueError.
         """
         for backend in self.backends:
             require_bits(backend.spec, **quantization)
@@ -499,9 +475,8 @@ class PagedKV:
     ) -> tuple[list[PagedKVCache], int]:
         """A cache that begins with what the prefix cache holds of a prompt.
 
-        No block is taken and no KV is copied: the cache shares the blocks that it found, and while it lives
-        they stay. Feed it the rest of the prompt: ``generate_step(tokens[num_cached:], model,
-        prompt_cache=caches)``, or ``insert([tokens[num_cached:]], caches=[caches])``.
+        No KV is copied: the cache shares the blocks that it found, and while it lives they stay. Feed it the rest of
+        the prompt: ``generate_step(tokens[num_cached:], model, prompt_cache=caches)``.
 
         Parameters
         ----------
@@ -534,10 +509,7 @@ class PagedKV:
         return self._caches(batch), num_cached
 
     def commit(self, caches: Sequence[PagedKVCache], tokens: Sequence[int], namespace: bytes = b"") -> int:
-        """Let later `fetch` calls find the tokens of a cache.
-
-        Legal at any time between two forward passes: after the prompt, while the sequence grows, when it is finished.
-        The cache itself does not change.
+        """Let later `fetch` calls find the tokens of a cache, which does not change. Legal between two forward passes.
 
         Parameters
         ----------
@@ -580,11 +552,7 @@ class PagedKV:
         return new
 
     def flush(self) -> None:
-        """Forget all prefixes because the weights have changed.
-
-        The store is closed: it belongs to the weights that the model had when it was installed. Later prefixes need a
-        new `install`.
-        """
+        """Forget all prefixes because the weights have changed. The store is closed: it belongs to the old ones."""
         if self.pool.prefix is not None:
             self.pool.prefix.flush()
         if self.stored is not None:
@@ -593,12 +561,11 @@ class PagedKV:
     def close(self) -> None:
         """Wait for MLX, save what is not in the store yet, for some seconds at most, and close the store.
 
-        Without the wait MLX might give memory of the pool away under the last step. If another thread that is alive ran
-        it, that thread has to call `settle`.
+        If another thread that is alive ran the last step, that thread has to call `settle`.
         """
         try:
             with suppress(ConcurrentUse):
-                self.settle()
+                self.settle()  # or MLX might give memory of the pool away under the last step
         finally:
             if self.stored is not None:
                 self.stored.close()
@@ -618,10 +585,6 @@ class PagedKV:
         return build(self.layout.model.tree, lambda layer: PagedKVCache(batch, layer))
 
     # ------------------------------------------------------------------------------------ admission, account
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks of tokens for `num_tokens` tokens. With layer groups each takes several ids."""
-        return -(-num_tokens // self.pool.block_size)
 
     def can_admit(
         self, prompt_len: int, max_tokens: int, running: Iterable[tuple[int, int]] = (), *, chunk: int | None = None
@@ -643,15 +606,15 @@ class PagedKV:
         Notes
         -----
         One more block per request is counted, for the copy of a tail that it may share with a kept cache. Free blocks
-        are those of this moment. So caches that are kept while requests run (a prompt cache) must exist before the
-        call, or be counted in `running`. Blocks that a window lets go are counted as free unless somebody shares them.
+        are those of this moment. So caches that are kept while requests run must exist before the call, or be counted
+        in `running`. Blocks that a window lets go are counted as free unless somebody shares them.
         """
         requests = [(0, prompt_len + max_tokens), *running]
         chunk = max(1, *(limit for _, limit in requests)) if chunk is None else chunk
         for name, value, least in (("prompt_len", prompt_len, 0), ("max_tokens", max_tokens, 0), ("chunk", chunk, 1)):
             if index(value) < least:
                 raise ValueError(f"[can_admit] {name} is {value}, the least is {least}")
-        longest = self.blocks_for(prompt_len + max_tokens)
+        longest = -(-(prompt_len + max_tokens) // self.pool.block_size)
         needs = Needs(self.pool, chunk)
         with self.lock:
             fits = needs.short(needs.growth(*zip(*requests, strict=True)), needs.free()) < 0
@@ -707,9 +670,9 @@ class PagedKV:
     def resize(self, num_blocks: int) -> None:
         """Give the pool and its storage room for `num_blocks` blocks of tokens, between two forward passes.
 
-        Caches keep their tokens. A smaller pool evicts from the prefix cache first. Prefixes on their way from the
-        store are not waited for. The longest sequence stays what `install` was told. Memory that goes is given back to
-        the system, MLX's cache of buffers too. O(bytes of the blocks that stay).
+        Caches keep their tokens. A smaller pool evicts from the prefix cache first. The longest sequence stays what
+        `install` was told. Memory that goes is given back to the system, MLX's cache of buffers too. O(bytes of the
+        blocks that stay).
 
         Raises
         ------
@@ -760,15 +723,14 @@ class PagedKV:
         """Take back a forward pass that was interrupted between two layers, by an exception or Ctrl-C.
 
         A cache that the caller feeds is as before the pass and can go on. An engine cannot: mlx-lm's `BatchGenerator`
-        takes the tokens of a step out of its queues before the model sees them, and drops the answers of the other
-        requests. So all batches of engines are stopped and raise `EngineStopped`. Make a new engine after this call and
-        insert the prompts again.
+        takes the tokens of a step out of its queues before the model sees them. So all batches of engines are stopped
+        and raise `EngineStopped`. Make a new engine after this call and insert the prompts again.
 
         Returns
         -------
         bool
             Whether a pass was taken back. False also if the failure came after the last layer's write, in the model's
-            head or in sampling. Then the pass is complete, its tokens are in the caches, and `trim` removes them.
+            head or in sampling: the tokens of the pass are in the caches then, and `trim` removes them.
 
         Raises
         ------

@@ -33,26 +33,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The pool and storage of a model's caches.
+    """The pool and storage of a model's caches."""
 
-    Attributes
-    ----------
-    model : ModelShape
-        Its leaves are as they are held: kinds of layers beyond the number of groups are opaque.
-    specs : tuple of KVSpec
-        The storages: one for each shape, or more where shapes share an arena.
-    arenas : tuple of int
-        The arena of each storage.
-    groups : tuple of Group
-    places : tuple
-        A `Place` for each leaf with keys and values, else None.
-    """
-
-    model: ModelShape
-    specs: tuple[KVSpec, ...]
-    arenas: tuple[int, ...]
+    model: ModelShape  # its leaves are as they are held: kinds of layers beyond the number of groups are opaque
+    specs: tuple[KVSpec, ...]  # the storages: one for each shape, or more where shapes share an arena
+    arenas: tuple[int, ...]  # of each storage
     groups: tuple[Group, ...]
-    places: tuple[Place | None, ...]
+    places: tuple[Place | None, ...]  # of each leaf, None without keys and values
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -125,13 +112,7 @@ class Layout:
         return min((group.size for group in self.groups if group.kind in ("window", "chunk")), default=2**62)
 
     def evicting(self, call: str, policy: Any) -> Place:
-        """Return the place of the first layer of the group that a policy evicts from.
-
-        Raises
-        ------
-        ValueError
-            No group is full, or several are.
-        """
+        """Return the place of the first layer of the only full group: `policy` evicts from it."""
         full = [i for i, group in enumerate(self.groups) if group.kind == "full"]
         if len(full) != 1:
             found = f"{len(full)} shapes of layers that keep" if full else "no layer that keeps"
@@ -165,8 +146,7 @@ class Layout:
         """Return a pool with room for `num_blocks` blocks of tokens in all layers, if nothing were let go.
 
         It has a prefix cache where `can_restore`, which is of use if a checkpoint is smaller than the pool. `evicts`: a
-        sequence may be longer than what it holds. One of `max_model_len` tokens may run once the pool is larger. With
-        states only the pool has at most `MOST_CHECKPOINTS` blocks for them.
+        sequence may be longer than what it holds. One of `max_model_len` tokens may run once the pool is larger.
         """
         sizes, prefix_cache = self.sizes(num_blocks), prefix_cache and self.can_restore
         groups, seen = [], {0}
@@ -215,21 +195,10 @@ class Layout:
 def layout_of(
     model: ModelShape, block_size: int, keeps_all: bool, is_shared: bool = False, **quantization: int | None
 ) -> Layout:
-    """Return how the caches of a model are held.
+    """Return how the caches of a model are held, with bits as for `install`.
 
-    Parameters
-    ----------
-    keeps_all : bool
-        In one full group where that is possible, also if it keeps tokens that windows do not see.
-    is_shared : bool
-        Layers of several shapes share an arena where their bytes agree. The backend must have the layout "block".
-    quantization
-        As for `install`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        See `with_bits`.
+    `keeps_all`: in one full group where that is possible, also if it keeps tokens that windows do not see. `is_shared`:
+    layers of several shapes share an arena where their bytes agree, in a backend with the layout "block".
     """
     members = _members(model.leaves)
     if keeps_all and model.is_uniform:

@@ -1,7 +1,5 @@
 """Forward passes of one model on one pool: one at a time, by mlx-lm's caches or by a plan.
 
-`Passes` begins, ends and undoes a pass. `Rows` are the lengths of a batch.
-
 Recurrent layers, unknown caches and layers that let blocks go must know a pass before their first layer asks for a
 mask. And a right-padded batch is not a batch for a recurrent layer: the padding would go into its state. So inside
 ``with install(...)`` the class of such a model has another ``__call__``. It passes everything through that is not a
@@ -66,24 +64,15 @@ class EngineStopped(KVPoolError, RuntimeError):
 
 
 class Rows:
-    """The state of a batch between two operations. It is replaced, never changed.
+    """The state of a batch between two operations: arrays int64 ``[B]``.
 
-    So a facade that has not issued the next operation still sees the state before it.
-
-    Attributes
-    ----------
-    lens : int64 ``[B]``
-        Tokens of each sequence: the position of the next one.
-    gone : int64 ``[B]``
-        How many of them were evicted from the group that a policy evicts from.
-    todo : int64 ``[B]``, optional
-        Real tokens that are still to come, while right-padded input is processed.
+    It is replaced, never changed. So a facade that has not issued the next operation still sees the state before it.
     """
 
     def __init__(self, lens: np.ndarray, todo: np.ndarray | None = None, gone: np.ndarray | None = None) -> None:
-        self.lens = lens
-        self.gone = np.zeros(len(lens), np.int64) if gone is None else gone
-        self.todo = todo
+        self.lens = lens  # tokens of each sequence: the position of the next one
+        self.gone = np.zeros(len(lens), np.int64) if gone is None else gone  # of them, evicted by a policy
+        self.todo = todo  # real tokens that are still to come, while right-padded input is processed
 
     @cached_property
     def offsets(self) -> mx.array:
@@ -110,39 +99,6 @@ class Passes:
     """The pool and storage that the batches of one model share, and the forward pass in progress.
 
     `PagedKV` documents when a step is done and the rules for threads.
-
-    Parameters
-    ----------
-    model
-        Whose forward passes these are. Kept weakly: caches may outlive it.
-    pool : kvpool.Pool
-    layout : Layout
-        Where the pool and the backends hold the caches of the model.
-    backends : sequence of KVBackend
-        The storages of the layout.
-    store
-        Has ``export_blocks`` and ``import_blocks`` for the first arena.
-    sites : sequence of Site
-        Where the attention of the model is hooked. Empty if the model gathers.
-    namespace : bytes
-        The prefix cache's namespace for sequences that are opened empty. b"" without a prefix cache.
-
-    Attributes
-    ----------
-    backend : kvpool.protocol.KVBackend
-        The storage of the first arena. None if no layer has keys and values.
-    checkpoints : Checkpoints
-        Copies states from and to blocks of the first arena.
-    dtype : mx.Dtype
-        The dtype of its keys and values, as the model computes them.
-    is_lazy : bool
-        Whether a backend's writes and reads are nodes of MLX's graph.
-    windows : tuple
-        Attention window of each of the model's caches, None without one.
-    lock : threading.RLock
-        Held around several calls of the pool that belong together, with the records kept beside it.
-    batches : WeakValueDictionary
-        Every `Batch` that is alive, by its id.
     """
 
     def __init__(
@@ -151,26 +107,26 @@ class Passes:
         pool: Any,
         layout: Layout,
         backends: Sequence[KVBackend],
-        store: Any = None,
-        sites: Sequence[Site] = (),
-        namespace: bytes = b"",
-        calls: Sequence[Site] = (),
+        store: Any,
+        sites: Sequence[Site],
+        namespace: bytes,
+        calls: Sequence[Site],
     ) -> None:
-        self.model = weakref.ref(model)
+        self.model = weakref.ref(model)  # caches may outlive it
         self.pool = pool
         self.layout = layout
         self.backends = tuple(backends)
         self.backend: Any = self.backends[0] if self.backends else None
         self.checkpoints = Checkpoints(layout, store)
-        self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)
+        self.is_lazy = any(backend.capabilities.lazy for backend in self.backends)  # in MLX's graph
         self.windows = tuple(leaf.window for leaf in layout.leaves)
-        self.sites = tuple(sites)
-        self.calls = tuple(calls)
+        self.sites = tuple(sites)  # where the attention of the model is hooked, none if the model gathers
+        self.calls = tuple(calls)  # what else is hooked
         self._hooked = 0  # blocks that are entered
         self.dtype: mx.Dtype | None = getattr(mx, self.backends[0].spec.dtype) if self.backends else None
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # for several calls of the pool that belong together, and the records beside it
         self.batches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.namespace = namespace
+        self.namespace = namespace  # of sequences that are opened empty, b"" without a prefix cache
         self._driver: threading.Thread | None = None  # who is in a forward pass
         self.last_driver: threading.Thread | None = None
         self._running: tuple[weakref.ref[Any], Any, Rows] | None = None  # its batch, plan, and rows before it
@@ -179,11 +135,6 @@ class Passes:
     def is_fused(self) -> bool:
         """Whether layers attend straight over the pool now: the model is hooked, and the block is entered."""
         return bool(self._hooked and self.sites) and all(map(_is_active, self.sites))
-
-    @property
-    def defers(self) -> bool:
-        """Whether a layer stores keys and values with its queries: its kernels wait for every evaluation."""
-        return self.is_fused and not self.is_lazy
 
     def hook(self) -> None:
         """Put the stand-ins in place, all or none, until as many calls of `unhook`."""
@@ -313,36 +264,8 @@ class Passes:
 class Turn:
     """One call of a model: a step of the pool, and the parts in which the rows of the input run.
 
-    The constructor executes the copies of the plan.
-
-    Parameters
-    ----------
-    passes : Passes
-    plan : kvpool.Plan
-        Stepped.
-    before, after : Rows
-    num_columns : int
-        Of the model's input.
-    is_merged : bool
-        Whether offsets are arrays, as in mlx-lm's batch caches.
-    first : int64 ``[B]``, optional
-        Column of the input with the first new token of each row. Default: 0.
-    eviction : kvpool.eviction.Evictor, optional
-        Receives the attention scores of the layers.
-    defers : bool
-        See `Forward`.
-
-    Attributes
-    ----------
-    new : int64 ``[B]``
-        New tokens of each row.
-    queries : int32 ``[M]`` or None
-        See `of_queries`.
-
-    Notes
-    -----
     The rows are those of the plan. Where the layers attend over the pool, they may also be its tokens: each with its
-    own position, in one column. Such a turn has one part.
+    own position, in one column. Such a turn has one part. The constructor executes the copies of the plan.
     """
 
     def __init__(
@@ -356,19 +279,17 @@ class Turn:
         *,
         first: np.ndarray | None = None,
         eviction: Any = None,
-        defers: bool = False,
     ) -> None:
         self.passes = passes
         self.plan = plan
         self.before = before
         self.after = after
-        self.new = after.lens - before.lens
-        self.num_columns = num_columns
-        self.is_merged = is_merged
-        self.first = np.zeros(len(self.new), np.int64) if first is None else first
-        self.eviction = eviction
-        self.defers = defers
-        self.queries: np.ndarray | None = None
+        self.new = after.lens - before.lens  # tokens of each row, int64 [B]
+        self.num_columns = num_columns  # of the model's input
+        self.is_merged = is_merged  # whether offsets are arrays, as in mlx-lm's batch caches
+        self.first = np.zeros(len(self.new), np.int64) if first is None else first  # column of each row's first token
+        self.eviction = eviction  # receives the attention scores of the layers
+        self.queries: np.ndarray | None = None  # see `of_queries`
         self._columns: dict[tuple[int, int], Any] = {}
         for number, storage in passes.layout.storage_of.items():
             copies = plan.groups[number].copies
@@ -384,8 +305,7 @@ class Turn:
         turn.queries = queries
         turn.before, turn.after = Rows(self.before.lens[queries]), Rows(self.after.lens[queries])
         turn.new, turn.first = self.new[queries], self.first[queries]
-        turn.eviction, turn.defers = None, False
-        turn._columns = {}
+        turn.eviction, turn._columns = None, {}
         return turn
 
     def arrays(self, group: int, column: int) -> Any:
@@ -396,17 +316,17 @@ class Turn:
             self._columns[key] = whole if self.queries is None else StepArrays.of_queries(whole, self.queries)
         return self._columns[key]
 
-    def parts(self, is_apart: bool) -> list[Part]:
+    def parts(self) -> list[Part]:
         """Return the parts of the call, in the order of their first rows.
 
         Rows of one part have equally many new tokens where a layer would take padding for tokens. Empty rows have no
         state yet, so they are not in a part with others.
         """
-        num_rows = len(self.new)
-        if num_rows == 1 or not (is_apart or self.passes.layout.held):
+        num_rows, layout = len(self.new), self.passes.layout
+        if num_rows == 1 or not (layout.is_apart or layout.held):
             return [Part(self, np.arange(num_rows))]
         live = np.flatnonzero(self.new)
-        if is_apart:
+        if layout.is_apart:
             return [Part(self, live[i : i + 1]) for i in range(len(live))]
         kinds = 2 * self.new + (self.before.lens == 0)
         if kinds.min() == kinds.max():
@@ -415,23 +335,7 @@ class Turn:
 
 
 class Part:
-    """Rows of a turn that the model takes at once.
-
-    Attributes
-    ----------
-    rows : int64 ``[R]``
-        Ascending.
-    is_whole : bool
-        Whether these are all rows of the turn.
-    first : int64 ``[R]``
-        Columns of the input of the whole call at which the rows begin.
-    shape : (R, N)
-        Of the model's input.
-    offsets : pair of int or int32 ``[R]``
-        Positions of the first token of each row, and of the first one after it.
-    forwards : dict
-        The `Forward` of each column of a group that a layer has asked for.
-    """
+    """Rows ``[R]`` of a turn that the model takes at once, in ascending order."""
 
     def __init__(self, turn: Turn, rows: np.ndarray) -> None:
         self.turn = turn
@@ -440,14 +344,14 @@ class Part:
         self.new, self.lens, self.first = turn.new, turn.before.lens, turn.first
         if not self.is_whole:
             self.new, self.lens, self.first = self.new[rows], self.lens[rows], self.first[rows]
-        self.shape = len(rows), int(self.new.max())
+        self.shape = len(rows), int(self.new.max())  # of the model's input
         is_even = bool((self.new == self.shape[1]).all())
         self._real = None if is_even else real_columns(self.new, self.shape[1])
-        self.forwards: dict[tuple[int, int], Forward] = {}
+        self.forwards: dict[tuple[int, int], Forward] = {}  # of each column of a group that a layer has asked for
         self.takes_input_whole = self.is_whole and self.shape[1] == turn.num_columns  # no cut
         self.is_fused = turn.passes.is_fused
         before, after = turn.before, turn.after
-        self.offsets: tuple[int | mx.array, int | mx.array]
+        self.offsets: tuple[int | mx.array, int | mx.array]  # of the first token of each row, and of the first after it
         if len(rows) == 1 or not turn.is_merged:
             self.offsets = int(before.lens[rows[0]]), int(after.lens[rows[0]])
         elif self.is_whole:
@@ -455,10 +359,6 @@ class Part:
         else:
             some = mx.array(rows.astype(np.int32))
             self.offsets = before.offsets[some], after.offsets[some]
-
-    def held(self, group: int) -> np.ndarray:
-        """Return how many tokens of each row the group shows before the pass: those that it has not let go."""
-        return np.asarray(self.turn.arrays(group, 0).seq_lens, np.int64)[self.rows] - self.new
 
     def forward(self, place: Place) -> Forward:
         """Return the forward pass of the column of a group that has a layer. Made once."""
@@ -475,7 +375,7 @@ class Part:
                 eviction=turn.eviction if evicts else None,
                 first_layer=place.column * backend.spec.num_layers,
                 is_fused=self.is_fused,
-                defers=turn.defers,
+                defers=self.is_fused and not turn.passes.is_lazy,
                 stores=turn.queries is None,
             )
         return self.forwards[key]
@@ -491,14 +391,8 @@ class Part:
 class LayerCache:
     """Keys and values of one layer in one part of a call, as a model sees them.
 
-    ``make_mask`` and ``start_position`` change nothing. Setting an attribute has no effect on the pool.
-
-    Attributes
-    ----------
-    offset : int or int32 ``[R]``
-        Position of the next token; an int for a single row. It advances with this layer's own ``update_and_fetch``.
-    keys, values
-        What ``update_and_fetch`` returned.
+    ``offset`` is the position of the next token, int32 ``[R]``, or an int for a single row. It advances with this
+    layer's own ``update_and_fetch``, whose result ``keys`` and ``values`` are. Nothing else changes it.
     """
 
     def __init__(self, part: Part, leaf: int) -> None:
@@ -509,17 +403,13 @@ class LayerCache:
         self.number = leaf
         self.place = place  # of its keys and values
         self._leaf = layout.leaves[leaf]
+        self.chunk_size = self._leaf.size
         self._window = part.turn.passes.windows[leaf]
         self._shown = place.array, self._window, self._leaf.keep or 0
         self._forward: Forward | None = None
         self.offset = part.offsets[0]
         self.keys: Any = None
         self.values: Any = None
-
-    @property
-    def chunk_size(self) -> int:
-        """Tokens of a chunk."""
-        return self._leaf.size
 
     @property
     def start_position(self) -> int:
@@ -542,7 +432,8 @@ class LayerCache:
             return paged_mask(window_size, window)
         if part.is_fused and shape is not None and N == 1:
             return None  # the model adds the scores of rotary parts
-        held = part.held(self.place.group)
+        shown = np.asarray(part.turn.arrays(self.place.group, 0).seq_lens, np.int64)  # what was not let go
+        held = shown[part.rows] - part.new
         return causal_mask(held, part.new, N, window_size, return_array, held=window, keep=keep)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -618,18 +509,9 @@ def call(
     A row whose pool takes a checkpoint in the middle of its tokens runs in two turns or more. Each is a step of the
     pool. So every row is cut where it is cut alone.
 
-    Parameters
-    ----------
-    batch : Batch
-    run : callable
-        ``run(caches, part)`` calls the model with the input of a part.
-    tokens : int ``[B, N]`` or None
-        The input, if it is all that the model is given. Only then are checkpoints found by later prompts.
-
-    Returns
-    -------
-    Any
-        What the model returned. Of several parts the arrays are put together; in padding they are 0.
+    ``run(caches, part)`` calls the model with the input of a part. `tokens`, int ``[B, N]``, are the input if it is all
+    that the model is given: only then are checkpoints found by later prompts. The results of several parts are put
+    together; in padding they are 0.
     """
     layout, passes = batch.passes.layout, batch.passes
     due = batch.begin_call(num_rows, num_columns)
@@ -657,27 +539,13 @@ def call(
 def in_parts(
     turn: Turn, held_before: Callable[[Part], Held], run: Callable[[list[Any], Part], Any]
 ) -> tuple[list[tuple[Part, Any]], list[tuple[Part, Held]]]:
-    """Run a model over the parts of a turn.
+    """Run a model over the parts of a turn, see `call`. Return its results, and what the rows of each part hold then.
 
-    Parameters
-    ----------
-    turn : Turn
-    held_before : callable
-        Returns what the rows of a part hold. It is asked only if they are not empty.
-    run : callable
-        See `call`.
-
-    Returns
-    -------
-    results : list
-        Each part, and what the model returned.
-    held_by : list
-        Each part, and what its rows hold after it.
+    `held_before` says what the rows of a part hold. It is asked only if they are not empty.
     """
     layout = turn.passes.layout
-    parts = turn.parts(layout.is_apart)
     results, held_by = [], []
-    for part in parts:
+    for part in turn.parts():
         held: Held = {}
         if layout.held:
             held = held_before(part) if part.lens.any() else nothing(layout, len(part.rows))
@@ -706,8 +574,7 @@ def _held_after(layout: Any, before: Held, held_by: list[tuple[Part, Held]], num
 def _with_writes(passes: Passes, result: Any) -> Any:
     """Let a result depend on the writes of caches inside a CacheList.
 
-    Some models fill such a cache long before they read it. Where writes are lazy nobody would evaluate them, and their
-    graph would grow with every token.
+    Some models fill such a cache long before they read it, so nobody would evaluate its writes.
     """
     if not isinstance(result, mx.array):
         return result

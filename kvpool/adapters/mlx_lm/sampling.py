@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +20,6 @@ from kvpool.adapters.mlx_lm.grammar import Grammar
 from kvpool.errors import KVPoolError
 
 SEED_MAX = 2**63 - 1
-NO_CHANGES: Mapping[int, Any] = MappingProxyType({})
 
 
 class LogitsNotFinite(KVPoolError, ArithmeticError):
@@ -175,8 +173,8 @@ def sample(
     samplings: Sequence[Sampling],
     indices: np.ndarray,
     positions: np.ndarray,
-    changes: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = NO_CHANGES,
-    allowed: Mapping[int, np.ndarray] = NO_CHANGES,
+    changes: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None,
+    allowed: Mapping[int, np.ndarray] | None = None,
 ) -> tuple[mx.array, mx.array]:
     """One token per row.
 
@@ -186,10 +184,8 @@ def sample(
     samplings : M of them, each with a seed unless greedy.
     indices, positions : int ``[M]``
         Which sample of its request the row is, and how many tokens it has.
-    changes : mapping
-        Of rows to their `Sampling.changes`.
-    allowed : mapping
-        Of rows to the bits of the tokens that may come there.
+    changes, allowed : mapping, optional
+        Of rows to their `Sampling.changes`, and to the bits of the tokens that may come there.
 
     Returns
     -------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -61,29 +62,16 @@ class StateShape(NamedTuple):
 class Leaf(NamedTuple):
     """One cache of a model: an entry of its list of caches, or of a CacheList in it.
 
-    Attributes
-    ----------
-    kind : str
-        ``"full"``, ``"window"``, ``"chunk"``: keys and values, in a pool. ``"state"``: arrays of a recurrent layer.
-        ``"opaque"``: anything else, kept whole.
-    name : str
-        Its class in mlx-lm.
-    size : int
-        Tokens of the window or the chunk; arrays of the state.
-    shape : Shape, optional
-        Of keys and values.
-    arrays : tuple
-        A `StateShape` for each array of the state, None for one that stays empty.
-    keep : int, optional
-        Leading tokens that are read beside a window that is not the model's own, see `ModelShape.sliding`.
+    The kinds "full", "window" and "chunk" have keys and values, in a pool, "state" the arrays of a recurrent layer.
+    "opaque" is anything else, kept whole.
     """
 
     kind: str
-    name: str
-    size: int = 0
-    shape: Shape | None = None
-    arrays: tuple[StateShape | None, ...] = ()
-    keep: int | None = None
+    name: str  # its class in mlx-lm
+    size: int = 0  # tokens of the window or the chunk; arrays of the state
+    shape: Shape | None = None  # of keys and values
+    arrays: tuple[StateShape | None, ...] = ()  # of the state, None for one that stays empty
+    keep: int | None = None  # leading tokens that are read beside a window of `ModelShape.sliding`
 
     @property
     def nbytes(self) -> int:
@@ -98,23 +86,12 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The caches of a model.
-
-    Attributes
-    ----------
-    leaves : tuple of Leaf
-    tree : tuple
-        The list of caches, with the number of its leaf in place of each cache and a tuple in place of a CacheList.
-    fresh : tuple
-        An empty cache for each leaf, as mlx-lm makes it.
-    is_apart : bool
-        Whether the model is right only for one row at a time.
-    """
+    """The caches of a model."""
 
     leaves: tuple[Leaf, ...]
-    tree: tuple[Any, ...]
-    fresh: tuple[Any, ...]
-    is_apart: bool
+    tree: tuple[Any, ...]  # the list of caches: the number of its leaf for each cache, a tuple for a CacheList
+    fresh: tuple[Any, ...]  # an empty cache for each leaf, as mlx-lm makes it
+    is_apart: bool  # whether the model is right only for one row at a time
 
     @property
     def state_nbytes(self) -> int:
@@ -129,33 +106,24 @@ class ModelShape:
         return is_flat and kinds <= {"full", "window"} and len({leaf.shape for leaf in self.leaves}) == 1
 
     def sliding(self, window: SlidingWindow) -> ModelShape:
-        """Return the caches of the model where layers that read every token read a window.
-
-        Raises
-        ------
-        ValueError
-            No layer reads every token.
-        """
+        """Return the caches of the model where layers that read every token read a window: ValueError without any."""
         if all(leaf.kind != "full" for leaf in self.leaves):
             raise ValueError(
                 f"[install] SlidingWindow is for full attention, this model has no layer that keeps every token: leave "
                 f"eviction out ({self.describe()})"
             )
-        kind, size, keep = "window", window.window, window.sink
-        leaves = (
-            leaf._replace(kind=kind, size=size, keep=keep) if leaf.kind == "full" else leaf for leaf in self.leaves
-        )
+        how: dict[str, Any] = {"kind": "window", "size": window.window, "keep": window.sink}
+        leaves = (leaf._replace(**how) if leaf.kind == "full" else leaf for leaf in self.leaves)
         return replace(self, leaves=tuple(leaves))
 
     def describe(self) -> str:
         """Return the kinds of layers, in words."""
-        counts: dict[str, int] = {}
+        texts = []
         for leaf in self.leaves:
             size = f"({leaf.size})" if leaf.size else ""
             shape = "" if leaf.shape is None else f" of {leaf.shape.num_kv_heads} x {leaf.shape.head_dim}"
-            text = f"{leaf.name}{size}{shape}"
-            counts[text] = counts.get(text, 0) + 1
-        return ", ".join(f"{n} {text}" for text, n in counts.items())
+            texts.append(f"{leaf.name}{size}{shape}")
+        return ", ".join(f"{n} {text}" for text, n in Counter(texts).items())
 
 
 def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
@@ -178,16 +146,9 @@ def build(tree: Sequence[Any], make: Callable[[int], Any]) -> list[Any]:
 
 
 def inspect_model(model: Any, tokens: mx.array | None = None) -> ModelShape:
-    """Return what a model's cache is made of.
+    """Return what a model's cache is made of: TypeError if this is no model.
 
     Found by calling the model on `tokens`, by default one, with mlx-lm's own caches. Nothing is computed.
-
-    Raises
-    ------
-    TypeError
-        This is not a model.
-    ValueError
-        The model makes caches of other classes each time.
     """
     if not hasattr(model, "layers") and not hasattr(model, "make_cache"):
         raise TypeError(f"[install] model must be one that mlx_lm.load returns, got {type(model).__name__}")
@@ -204,12 +165,8 @@ def inspect_model(model: Any, tokens: mx.array | None = None) -> ModelShape:
         model(tokens, cache=caches)
         growing = {i for i in states if state_shapes(found[i].cache) != leaves[i].arrays}
         leaves = tuple(Leaf("opaque", leaf.name) if i in growing else leaf for i, leaf in enumerate(leaves))
-    return ModelShape(
-        leaves,
-        _numbered(caches, iter(range(len(found)))),
-        tuple(fresh),
-        type(model).__module__ in APART,
-    )
+    tree = _numbered(caches, iter(range(len(found))))
+    return ModelShape(leaves, tree, tuple(fresh), type(model).__module__ in APART)
 
 
 def _refuse_change(found: Sequence[Any], again: Sequence[Any]) -> None:
@@ -272,13 +229,7 @@ def with_bits(
     quant_group_size: int | None = None,
     **unknown: Any,
 ) -> KVSpec:
-    """Return `spec` with quantized keys, values, or both (`kv_bits`). See docs/eviction.md.
-
-    Raises
-    ------
-    TypeError, ValueError
-        `kv_bits` beside one of the others; what `KVSpec` refuses; an unknown option.
-    """
+    """Return `spec` with quantized keys, values, or both (`kv_bits`). See docs/eviction.md."""
     if unknown:
         raise TypeError(f"[{call}] unexpected keyword argument {next(iter(unknown))!r}")
     if kv_bits is not None and (k_bits, v_bits) != (None, None):

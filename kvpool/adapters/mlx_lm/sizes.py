@@ -26,10 +26,7 @@ _TOKENS = 8  # of a call: enough for a state that remembers several
 def groups_of_model(config: Mapping[str, Any], dtype: str) -> tuple[LayerGroup, ...]:
     """Return the layer groups of the model that a config describes, with weights of `dtype`.
 
-    Raises
-    ------
-    ValueError
-        mlx-lm has no file for it, cannot build or call it, or a layer keeps what no group here is.
+    ValueError: mlx-lm has no file for it, cannot build or call it, or a layer keeps what no group here is.
     """
     try:
         shape = _shape_of(_built(config, dtype))
@@ -73,13 +70,9 @@ def _shape_of(model: Any) -> ModelShape:
 
 def _group(leaf: Leaf, layers: tuple[int, ...], dtype: str) -> LayerGroup:
     if leaf.kind == "state":
-        arrays = [StateArray(array.shape, _name(array.dtype)) for array in leaf.arrays if array is not None]
-        return LayerGroup("state", layers, dtype, arrays=tuple(arrays))
+        kept = [(array.shape, str(array.dtype).removeprefix("mlx.core.")) for array in leaf.arrays if array is not None]
+        return LayerGroup("state", layers, dtype, arrays=tuple(StateArray(*array) for array in kept))
     if leaf.shape is None:
         raise ValueError(f"[config] cache {layers[0]} is a {leaf.name}, which is no kind of layer group")
     heads, k, v, dtype, is_latent = leaf.shape
     return LayerGroup(leaf.kind, layers, dtype, leaf.size or None, 0, heads, k, v, latent=is_latent)
-
-
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")

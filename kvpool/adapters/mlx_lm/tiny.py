@@ -88,13 +88,8 @@ def byte_tokenizer() -> Any:
     )
 
 
-def save(folder: str | Path) -> None:
-    """Write both into a folder, for whatever takes a path to a model."""
-    write(Path(folder), CONFIG, *make())
-
-
 def write(folder: Path, config: dict[str, Any], model: Any, tokenizer: TokenizerWrapper) -> None:
-    """Write a model and its tokenizer into a folder."""
+    """Write a model and its tokenizer into a folder, for whatever takes a path to a model."""
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder, model)
     save_config(dict(config), folder / "config.json")
