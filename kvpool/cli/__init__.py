@@ -54,8 +54,13 @@ def add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, ModuleTy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    return run(build_parser(), argv)
+
+
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
     """Read the arguments, run the command that they name, and return the exit status."""
-    args, rest = build_parser().parse_known_args(argv)
+    args, rest = parser.parse_known_args(argv)
     if rest:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
