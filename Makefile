@@ -16,7 +16,8 @@ PIP := $(PY) -m pip install --disable-pip-version-check
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 THREADS := tests/verify/slow/test_threads_at_once.py
 SOURCES := $(wildcard kvpool/*.pyx kvpool/*.pxd kvpool/core/*.p* kvpool/include/*.h) \
-	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd *.pxi kernels/*.c kernels/*.h)) $(wildcard tests/verify/*.p*)
+	$(wildcard $(addprefix kvpool_backends/cpu/,*.pyx *.pxd *.pxi kernels/*.c kernels/*.h)) \
+	$(wildcard tests/verify/*.p* tests/verify/slow/*.pyx)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -116,7 +117,7 @@ coverage: $(VENV)/built $(VENV)/test  ## lines and branches of the core that the
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f kvpool/*.so kvpool_backends/cpu/*.so tests/verify/*.so
+	rm -f kvpool/*.so kvpool_backends/cpu/*.so tests/verify/*.so tests/verify/slow/*.so
 
 # Stamp files say what .venv holds already. Build isolation is off: it would download the build tools again.
 $(VENV)/made:

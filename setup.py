@@ -33,8 +33,8 @@ COVERAGE = os.environ.get("KVPOOL_COVERAGE", "0") not in ("", "0")
 OPTIMIZE = os.environ.get("KVPOOL_OPTIMIZE", "")
 VARIANT_FILE = Path("build/cython/variant")
 CORE, CPU = Path("kvpool"), Path("kvpool_backends/cpu")
-#: The fuzzer of the core. It is compiled where the tree is compiled in place; no wheel has it.
-FUZZER = [Path("tests/verify")] if "--inplace" in sys.argv else []
+#: The fuzzer of the core, and what threads do at once. Compiled where the tree is compiled in place; no wheel has them.
+FUZZER = [Path("tests/verify"), Path("tests/verify/slow")] if "--inplace" in sys.argv else []
 #: Compiled for size: the core does more for each call than it does. `_kernels` says so in its text, because the C
 #: kernels have its arguments.
 FOR_SIZE = ("capi",)

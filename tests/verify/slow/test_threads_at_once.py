@@ -101,26 +101,15 @@ def finding_of(variant, case, calls):
     return "", json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def driver():
-    """Operations of the core without the GIL, compiled into the copy for ThreadSanitizer."""
-    folder = builds.build("tsan")
-    flags = {"CFLAGS": "-fsanitize=thread -O1 -g", "LDFLAGS": "-fsanitize=thread"}
-    command = [sys.executable, "-m", "Cython.Build.Cythonize", "-q", "-3", "-i", "tests/verify/slow/threads_driver.pyx"]
-    clean = {name: value for name, value in builds.environment("tsan", **flags).items() if name != "LD_PRELOAD"}
-    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @tsan
 @pytest.mark.parametrize(("case", "calls"), [(threads.hammered, HAMMERED), (threads.shared, HAMMERED // 100)])
-def test_tsan_has_no_report_of_threads_on_pools(driver, case, calls):
+def test_tsan_has_no_report_of_threads_on_pools(case, calls):
     finding, _ = finding_of("tsan", case, calls)
     assert not finding, finding
 
 
 @tsan
-def test_tsan_reports_threads_that_nothing_keeps_apart(driver):
+def test_tsan_reports_threads_that_nothing_keeps_apart():
     assert WARNING in finding_of("tsan", threads.hammered_without_a_lock, LEAST)[0]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from tests.verify.slow.threads_driver import hammer
 
 import kvpool
 from kvpool import KVSpec, Plan, Pool
@@ -27,6 +28,7 @@ ROUND = 20_000  # calls of a pool's life
 REPEATED = 10  # one round of so many is made again by each thread alone
 SEED = 1
 KINDS = ({}, {"prefix_cache": True, "events": 64}, {"in_order": True}, {"prefix_cache": True, "in_order": True})
+IN_ORDER = 2  # the kind without a prefix cache
 
 
 def together(work: Callable[[int], None], threads: int = THREADS) -> None:
@@ -202,14 +204,12 @@ def cost(calls: int, seed: int) -> dict:
 
 def hammered(operations: int, seed: int) -> dict:
     """One pool per thread: the same digests as alone."""
-    from tests.verify.slow.threads_driver import hammer
-
-    pools = [new_pool(0) for _ in range(THREADS)]
-    together(lambda number: hammer(pools[number], number, operations // THREADS))
+    pools = [new_pool(IN_ORDER) for _ in range(THREADS)]
+    together(lambda number: hammer(pools[number], seed + number, operations // THREADS))
     for number, pool in enumerate(pools):
         pool.check()
-        alone = new_pool(0)
-        hammer(alone, number, operations // THREADS)
+        alone = new_pool(IN_ORDER)
+        hammer(alone, seed + number, operations // THREADS)
         if alone.digest() != pool.digest():
             raise Wrong(f"thread {number} did something else than alone")
     return {"calls": operations}
@@ -217,15 +217,13 @@ def hammered(operations: int, seed: int) -> dict:
 
 def hammered_without_a_lock(operations: int, seed: int) -> dict:
     """The control: one pool, many threads, nothing between them."""
-    from tests.verify.slow.threads_driver import hammer
-
-    pool = new_pool(0)
-    together(lambda number: hammer(pool, number, operations // THREADS))
+    pool = new_pool(IN_ORDER)
+    together(lambda number: hammer(pool, seed + number, operations // THREADS))
     return {"calls": operations}
 
 
-POOLS = (shared, strangers, apart)
-CASES = {case.__name__: case for case in (*POOLS, stores, cost, hammered, hammered_without_a_lock)}
+POOLS = (shared, strangers, apart, hammered)
+CASES = {case.__name__: case for case in (*POOLS, stores, cost, hammered_without_a_lock)}
 
 if __name__ == "__main__":
     if "free" in sys.argv[3:] and getattr(sys, "_is_gil_enabled", lambda: True)():

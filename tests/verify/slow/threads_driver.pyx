@@ -1,9 +1,8 @@
-"""Operations on pools by the C functions of the core, without the GIL: what threads do at once in `threads`."""
-from libc.stdint cimport int32_t, int64_t, uint64_t
+"""Calls of a pool by the C functions of the core, without the GIL: what threads do at once in `threads`."""
+from libc.stdint cimport int64_t, uint64_t
 
 from kvpool._core cimport (
-    OPEN, Blocks, Pool, Seqs, blocks_available, blocks_take_many, blocks_unref_many, seq_close, seq_fork, seq_new,
-    seq_refresh, seq_table, seq_truncate,
+    Ints, Plan, Pool, Seq, State, Verdict, ints_init, pool_close, pool_fork, pool_open, pool_step, pool_truncate,
 )
 
 
@@ -15,39 +14,36 @@ cdef uint64_t draw(uint64_t* state) noexcept nogil:
     return (z ^ (z >> 27)) * 0x94D049BB133111EBULL
 
 
-cdef void operate(Seqs* s, Blocks* b, uint64_t r) noexcept nogil:
-    """Open, grow, fork, truncate or close a sequence."""
-    cdef int32_t slot = <int32_t>((r >> 8) % <uint64_t>s.max_seqs), need
-    cdef int64_t children[2]
-    cdef int64_t tokens
-    if s.life[slot].life != OPEN:
-        if s.num_free_slots > 0:
-            seq_new(s)
+cdef void operate(State* pool, Plan plan, uint64_t r) noexcept nogil:
+    """Open, grow, fork, truncate or close a sequence; the pool may refuse it."""
+    cdef Seq* q = &pool.seqs.seq[(r >> 8) % <uint64_t>pool.seqs.max_seqs]
+    cdef int64_t handle = q.handle
+    cdef int64_t[2] children
+    cdef Ints row, number
+    cdef Verdict v
+    ints_init(&row, &pool.spare)
+    ints_init(&number, &pool.spare)
+    row.data, row.size = &handle, 1
+    number.scalar = 1 + <int64_t>((r >> 40) % 9)
+    if handle < 0:
+        number.size = number.scalar         # tokens to have blocks for
+        pool_open(pool, &number, NULL, 0, -1, True, True, False, False, False, NULL, &v)
     elif r % 8 < 4:
-        tokens = s.seq[slot].kv_len + 1 + <int64_t>((r >> 40) % 9)
-        need = <int32_t>((tokens + b.block_size - 1) // b.block_size) - s.seq[slot].num_blocks
-        if tokens <= s.max_blocks * b.block_size and need <= blocks_available(b):
-            if need > 0:
-                blocks_take_many(b, seq_table(s, slot) + s.seq[slot].num_blocks, need)
-                s.seq[slot].num_blocks += need
-                s.sum_blocks += need
-            s.sum_tokens += tokens - s.seq[slot].kv_len
-            s.seq[slot].kv_len = tokens
-            seq_refresh(s, b, slot)
-    elif r % 8 == 4 and s.num_free_slots >= 2:
-        seq_fork(s, b, slot, 2, children)
+        pool_step(pool, plan, &row, &number, True, False, 0, -1, &v)
+    elif r % 8 == 4:
+        pool_fork(pool, handle, 2, children, &v)
     elif r % 8 < 7:
-        seq_truncate(s, b, slot, s.seq[slot].kv_len // 2)
+        number.scalar = q.num_tokens // 2
+        pool_truncate(pool, &row, &number, &v)
     else:
-        seq_close(s, b, slot)
+        pool_close(pool, &row, &v)
 
 
 def hammer(Pool pool, uint64_t seed, int64_t operations):
-    """Make random operations on a pool, the GIL released; nothing else may use the pool in the meantime."""
+    """Make random calls on a pool whose steps are `in_order`, the GIL released; nothing else may use it meanwhile."""
     cdef uint64_t state = seed
     cdef int64_t i
-    cdef Seqs* s = &pool.state.seqs
-    cdef Blocks* b = &pool.state.blocks
+    cdef Plan plan = Plan(pool, 1, 16)
     with nogil:
         for i in range(operations):
-            operate(s, b, draw(&state))
+            operate(&pool.state, plan, draw(&state))
