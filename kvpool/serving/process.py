@@ -116,7 +116,6 @@ async def serve(
 
     It raises what `make` raises, and OSError if another process listens at the address by now.
     """
-    os.environ["PYTHONSAFEPATH"] = "1"  # a process of the server takes no `token.py` of this folder for Python's
     metrics, loop = ServerMetrics(), asyncio.get_running_loop()
     runner = Runner(make, metrics.ended)
     ended = asyncio.create_task(_signals(loop).wait())

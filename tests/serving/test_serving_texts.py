@@ -270,6 +270,7 @@ async def test_text_without_tokens_is_read_by_the_tokenizer_that_is_there(monkey
     assert (await place.run("a", 1, "one", False)).size
     monkeypatch.setattr(place, "_how", (b"no tokenizer", False))
     assert (await place.run("a", 1, "", False)).tolist() == []
+    assert "PYTHONSAFEPATH" not in os.environ  # but while a process may start
 
 
 def test_tokenizer_with_code_of_its_own_is_not_copied():
