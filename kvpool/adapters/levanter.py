@@ -2,7 +2,7 @@
 
 `Engine` stands in for Levanter's ``InferenceEngine``; docs/embedding.md says in what the two differ. `kvpool.Scheduler`
 decides which tokens the next step computes, the pool says where their KV goes, and Levanter's ``model.decode`` computes
-them over its own page cache.
+them over its own page cache. Prompts longer than ``max_prefill_size`` are computed in chunks.
 """
 
 from __future__ import annotations

@@ -138,7 +138,9 @@ class Evictor:
         return self.policy.lens_after(lens, self.memory.block_size)
 
     def evict(self, handles: Sequence[int], rows: np.ndarray, after: np.ndarray) -> None:
-        """Let tokens of sequences leave, until each holds `after` int ``[S]``; `settle` comes first.
+        """Let tokens of sequences without a pending step leave; `settle` comes first.
+
+        `rows` int ``[S]`` are theirs in `memory`, `after` int ``[S]`` their ``kv_len`` in the group from then on: less.
 
         Raises
         ------
@@ -246,6 +248,8 @@ class Memory:
     def append(self, other: Memory, rows: Sequence[int]) -> None:
         """Add copies of rows of another memory of an equal policy."""
         rows = list(rows)
+        if not rows:
+            return
         self.reserve(other.scores.shape[3])
         room = self.scores.shape[3] - other.scores.shape[3]
         more = np.pad(other.scores[:, rows], ((0, 0), (0, 0), (0, 0), (0, room)))

@@ -52,7 +52,7 @@ def token_array(call: str, name: str, tokens: Any) -> NDArray[int32]:
             raise TypeError(f"[{call}] {name} must be integers ({tokens.dtype})")
         if tokens.ndim != 1:
             raise ValueError(f"[{call}] {name} must have one dimension (shape {tokens.shape})")
-        least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+        least, most = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
         if least < 0 or most > MOST:
             raise ValueError(f"[{call}] a token of {name} must be 0 .. {MOST} ({least if least < 0 else most})")
     else:
@@ -187,8 +187,8 @@ class Output:
 
     id: Hashable  #: the id of the request
     index: int  #: number of the sample; with a beam: the rank of the hypothesis, best first
-    tokens: NDArray[int32]  #: ``[N]``, generated, with the eos token or the stop sequence that ended them
-    logprobs: NDArray[np.float32] | None  #: ``[N]``, as given to `update`, NaN for tokens without one
+    tokens: NDArray[int32]  #: int32 ``[N]``, with the eos token or the stop sequence that ended them
+    logprobs: NDArray[np.float32] | None  #: float32 ``[N]``, as given to `update`, NaN for tokens without one
     score: float | None  #: of a hypothesis of a beam
     finish_reason: str  #: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"`` or ``"deadline"``
     num_cached: int  #: prompt tokens that the prefix cache had when the request was first admitted

@@ -213,16 +213,16 @@ class Step:
     _rows: LaneRows
     plan: Plan  #: of the pool's step: copies, writes, reads
     batch: DecodeBatch | None  # the decodes, if each samples one token
-    tokens: NDArray[int32]  #: ``[T]``, inputs, row after row; -1: not known yet, see `follows`
+    tokens: NDArray[int32]  #: int32 ``[T]``, inputs, row after row; -1: not known yet, see `follows`
     num_decodes: int  #: they are the first rows: one token each, and its drafts; prefill chunks follow
-    lanes: NDArray[int32]  #: ``[S]``, the scheduler's lane of each row
-    handles: NDArray[int64]  #: ``[S]``
-    num_new: NDArray[int64]  #: ``[S]``, new tokens of each row
-    sample_at: NDArray[int32]  #: ``[M]``, which of the T positions are sampled, ascending, once per sample
-    sample_lane: NDArray[int32]  #: ``[M]``, the scheduler's lane
-    sample_index: NDArray[int32]  #: ``[M]``, number of the sample in its request
-    beam_width: NDArray[int32]  #: ``[M]``, of the request; 0: no beam
-    sample_position: NDArray[int32] = field(init=False)  #: ``[M]``, tokens that the sample has generated so far
+    lanes: NDArray[int32]  #: int32 ``[S]``, the scheduler's lane of each row
+    handles: NDArray[int64]  #: int64 ``[S]``
+    num_new: NDArray[int64]  #: int64 ``[S]``, new tokens of each row
+    sample_at: NDArray[int32]  #: int32 ``[M]``, which of the T positions are sampled, ascending, once per sample
+    sample_lane: NDArray[int32]  #: int32 ``[M]``, the scheduler's lane
+    sample_index: NDArray[int32]  #: int32 ``[M]``, number of the sample in its request
+    beam_width: NDArray[int32]  #: int32 ``[M]``, of the request; 0: no beam
+    sample_position: NDArray[int32] = field(init=False)  #: int32 ``[M]``, tokens that the sample has generated so far
     requests: list[Request] = field(init=False)  #: of each sample; an `id` is what `Scheduler.add` has returned
     #: ``[T]``, of a step that was planned while another one is out: which sample of that step each input is. -1:
     #: `tokens` has it. None: the step waits for no other.
