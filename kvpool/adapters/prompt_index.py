@@ -1,7 +1,7 @@
 """The blocks of `PromptCache`: found by whole blocks of tokens, and by the beginning of one more.
 
-A pool with a prefix cache finds whole blocks, and says which of those that no sequence has leaves first. Beside it are
-the rows of each block, and which blocks lie behind it.
+A pool with a prefix cache is the index: it finds whole blocks, and says which of those that no sequence has leaves
+first. A block's id names its rows, an array of MLX that all prompts share, and the blocks behind it.
 """
 
 from __future__ import annotations
@@ -61,36 +61,18 @@ class CachedSequence:
 
 
 class BlockIndex:
-    """Blocks of 16 tokens, or fewer at the end of a sequence. The caller has a lock.
-
-    Parameters
-    ----------
-    num_blocks, max_sequences : int
-
-    Attributes
-    ----------
-    pool : Pool
-        Its sequences hold blocks. What it calls a namespace is the root of a tree of blocks.
-    rows : ndarray of array
-        What each block holds, None if it is not in use.
-    ends : dict
-        Block or root: the sequences that end behind it, before another block is full.
-    extras : dict
-        What else the caller keeps of a block, as long as it is in use.
-    nbytes : int
-        Bytes of the blocks in use, those of the index included.
-    """
+    """Blocks of 16 tokens, or fewer at the end of a sequence. The caller has a lock."""
 
     def __init__(self, num_blocks: int, max_sequences: int) -> None:
         self.pool = kvpool.Pool(
             num_blocks, BLOCK, max_seqs=max_sequences, in_order=True, prefix_cache=True, reserved_blocks=0
         )
-        self._prefix: Any = self.pool.prefix
+        self._prefix: Any = self.pool.prefix  # what it calls a namespace is the root of a tree of blocks
         self._plan = kvpool.Plan(self.pool, 1, num_blocks * BLOCK, formats=())
-        self.rows = np.empty(num_blocks, object)
-        self.ends: dict[int | bytes, list[CachedSequence]] = {}
-        self.extras: dict[int, Any] = {}
-        self.nbytes = 0
+        self.rows = np.empty(num_blocks, object)  # what each block holds, None if it is not in use
+        self.extras: dict[int, Any] = {}  # what else the caller keeps of a block in use
+        self.nbytes = 0  # of the blocks in use and their index
+        self.ends: dict[int | bytes, list[CachedSequence]] = {}  # behind a block or a root, before another one is full
         self._is_end = np.zeros(num_blocks, bool)
         self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
         self._parents: dict[int, int | bytes] = {}

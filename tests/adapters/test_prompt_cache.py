@@ -309,8 +309,11 @@ def one_row(*arguments):
     fails()
 
 
-@pytest.mark.parametrize(("name", "fault"), [("rows_of", one_row), ("nbytes_of", fails), ("copied", fails)])
-def test_an_insertion_that_fails_leaves_everything_as_it_was(monkeypatch, name, fault):
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [(subject.CacheLayout, "rows_of", one_row), (subject, "nbytes_of", fails), (subject, "copied", fails)],
+)
+def test_an_insertion_that_fails_leaves_everything_as_it_was(monkeypatch, owner, name, fault):
     prompts, tokens = PromptCache(), list(range(75))
     prompts.insert(tokens[:40], computed("state", tokens[:40]))
     pool = prompts._index.pool
@@ -322,7 +325,7 @@ def test_an_insertion_that_fails_leaves_everything_as_it_was(monkeypatch, name, 
     before = state()
     for more in (tokens, tokens[50:]):
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(subject, name, fault)
+            patch.setattr(owner, name, fault)
             prompts.insert(more, computed("state", more))
         assert state() == before
     pool.check()
@@ -415,14 +418,14 @@ def test_a_smaller_budget_gives_memory_back_and_keeps_what_was_used_last(kind):
 
 
 def test_a_budget_that_shrinks_while_an_insertion_copies_holds_when_it_ends(monkeypatch):
-    prompts, tokens, rows_of = PromptCache(1 << 24), list(range(100)), subject.rows_of
+    prompts, tokens, rows_of = PromptCache(1 << 24), list(range(100)), subject.CacheLayout.rows_of
     prompts.insert(tokens[:20], computed("dense", tokens[:20]))
 
     def shrinks(*arguments):
         prompts.resize(4000)
         return rows_of(*arguments)
 
-    monkeypatch.setattr(subject, "rows_of", shrinks)
+    monkeypatch.setattr(subject.CacheLayout, "rows_of", shrinks)
     assert not prompts.insert([7, *tokens], computed("dense", [7, *tokens]))
     assert prompts.nbytes == programs.held_nbytes(prompts) <= 4000
     assert prompts._index.pool.stats().sequences == len(prompts)
@@ -554,7 +557,7 @@ def test_a_fetch_waits_for_no_copy_of_an_insertion(monkeypatch):
     """The insertion stops in the middle of its copies until the fetch has come back."""
     prompts, tokens = PromptCache(), list(range(5000))
     prompts.insert(tokens[:40], computed("dense", tokens[:40]))
-    has_begun, may_end, rows_of = threading.Event(), threading.Event(), subject.rows_of
+    has_begun, may_end, rows_of = threading.Event(), threading.Event(), subject.CacheLayout.rows_of
 
     def slow(*arguments):
         has_begun.set()
@@ -564,11 +567,11 @@ def test_a_fetch_waits_for_no_copy_of_an_insertion(monkeypatch):
     cache, rows = cache_module.KVCache(), mx.ones((1, 1, 5000, 1))
     mx.eval(cache.update_and_fetch(rows, rows))
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr(subject, "rows_of", slow)
+        patch.setattr(subject.CacheLayout, "rows_of", slow)
         inserted = pool.submit(prompts.insert, tokens, [cache])
         assert has_begun.wait(60)
         assert prompts.fetch(tokens[:50])[1] == 40
-        patch.setattr(subject, "rows_of", rows_of)
+        patch.setattr(subject.CacheLayout, "rows_of", rows_of)
         prompts.insert(tokens[:3000], [cache])  # another one inserts the same tokens
         may_end.set()
         inserted.result()
