@@ -13,8 +13,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from math import inf
+from operator import eq
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -424,13 +425,11 @@ class PromptCache:
 
     def _longest(self, known: Tokens, namespace: bytes, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of all layouts. With `whole` no token is left where a sequence ends with the last."""
-        best: _Hit | None = None
-        for layout, name in self._layouts.items():
-            find = self._cut if layout.is_dense else self._ended
-            hit = find(layout, name + namespace, known, spans, whole)
-            if hit is not None and (best is None or hit.length > best.length):
-                best = hit
-        return best
+        hits = (
+            (self._cut if layout.is_dense else self._ended)(layout, name + namespace, known, spans, whole)
+            for layout, name in self._layouts.items()
+        )
+        return max(filter(None, hits), key=lambda hit: hit.length, default=None)
 
     def _cut(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
@@ -456,7 +455,7 @@ class PromptCache:
         blocks = self._index.path(root, known)
         best, length = None, -1
         for count, one in self._index.ending(root, blocks):
-            common = _common(one.tail, _behind(known, count))
+            common = sum(takewhile(bool, map(eq, one.tail, _behind(known, count))))
             reach = min(BLOCK * count + common, len(known) - (not (whole and one.length == len(known))))
             fits = reach == one.length or (one.can_cut and common > 0)
             if fits and reach > length and (reach or one.can_cut) and _outside(reach, spans) == reach:
@@ -714,10 +713,6 @@ def _outside(length: int, spans: Spans) -> int:
 def _behind(known: Tokens, count: int) -> list[int]:
     """Return the tokens of the block behind so many."""
     return list(known[BLOCK * count : BLOCK * (count + 1)])
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    return next((number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _caches(found: _Hit | None) -> Fetched:
