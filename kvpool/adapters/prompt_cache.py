@@ -260,13 +260,13 @@ class PromptCache:
                 return False
             evaluate(leaves)
             known, rows = known[:length], partial(layout.rows_of, leaves)
-            one = CachedSequence(layout, self._root(layout, namespace), cache_type, extra)
+            media_end = max((stop for _, stop in spans), default=0)
+            one = CachedSequence(layout, self._root(layout, namespace), cache_type, extra, media_end)
             if keep is not None and (keep.tokens or length) < length:
                 self._keep_beginning(one, known[: keep.tokens], rows, namespace, spans, keep)
             elif keep is not None:
                 one.priority, one.until = keep.priority, self._clock() + keep.ttl
-            media_end = max((stop for _, stop in spans), default=0)
-            is_kept = self._insert(one, known, rows, layout.kept_of(leaves), media_end=media_end)
+            is_kept = self._insert(one, known, rows, layout.kept_of(leaves))
             if is_kept and self._stored is not None:
                 self._store(self._stored, leaves, tree, known, spans, namespace)
             return is_kept
@@ -446,9 +446,8 @@ class PromptCache:
         near = ends.get(int(blocks[full - 1]) if full else root, ())
         ended = (one for one in near if one.length <= length and one.is_prefix_of(known))
         used = max(ended, key=lambda one: one.length, default=None)
-        media_end, extra = self._index.extras.get(int(blocks[-1]), (0, None))
-        rows = self._index.rows.take(blocks).tolist()
-        return _Hit(length, layout, rows, used, [], extra if length >= media_end else None)
+        rows, origin = self._index.rows.take(blocks).tolist(), self._index.origins.get(int(blocks[-1]))
+        return _Hit(length, layout, rows, used, [], origin.extra if origin and length >= origin.media_end else None)
 
     def _ended(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of a sequence that is kept whole."""
@@ -508,13 +507,11 @@ class PromptCache:
                     return hit.sequence.keep(keep.priority, until, self._clock())
                 layout, length, have = hit.layout, hit.length, hit.length // BLOCK * BLOCK
                 rows = lambda begin, end: iter(())  # noqa: E731
-            one = CachedSequence(layout, self._root(layout, namespace), whole.kind, None, keep.priority, until)
+            one = CachedSequence(layout, self._root(layout, namespace), whole.kind, None, 0, keep.priority, until)
         if length >= BLOCK:
             self._insert(one, known[: length // BLOCK * BLOCK], rows, (), have)
 
-    def _insert(
-        self, one: CachedSequence, known: np.ndarray, rows: Rows, kept: Sequence[Any], have: int = 0, media_end: int = 0
-    ) -> bool:
+    def _insert(self, one: CachedSequence, known: np.ndarray, rows: Rows, kept: Sequence[Any], have: int = 0) -> bool:
         """Make a sequence of tokens, of which ``rows(begin, end)`` has those from `have` on. False: there is no room.
 
         Room is taken first. Then rows and caches are copied, while other calls go on. Then all of it is made known.
@@ -554,11 +551,9 @@ class PromptCache:
             one.tail = known[length - length % BLOCK :].tolist()
             one.can_cut = layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
             self._replace(one, known)
-            blocks = index.put(one, known, copies)
+            index.put(one, known, copies)
             self._order[one.kind][one] = None
             self._reserve(one.nbytes, one.kept_nbytes)
-            if one.extra is not None and layout.is_dense:
-                index.extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
             self._trim_sequences(self.max_size, one)
             if one.kept_nbytes and layout.row_nbytes:
                 self._spacing = 3 * one.kept_nbytes // layout.row_nbytes

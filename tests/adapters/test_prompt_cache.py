@@ -539,7 +539,7 @@ def test_what_was_inserted_beside_the_caches_comes_back_with_all_media_of_the_se
         assert prompts.fetch([*tokens[:17], 1]).extra is None
         assert prompts.fetch([*tokens, 1]).extra is None  # the same tokens, and no image
         prompts.trim_to(n_bytes=0)
-        assert not prompts._index.extras
+        assert not prompts._index.origins
 
 
 def test_a_prompt_is_promoted_from_the_store_while_others_go_on():
