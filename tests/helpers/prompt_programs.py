@@ -274,7 +274,8 @@ class Program:
         if not spans:
             self.stored.add(text)
         caches = made(self.kind, tokens, rng)
-        self.prompts.insert(tokens, caches, namespace, media=spans, keep=self.directive())
+        more = [7] * rng.choice([0, 0, 2]) if self.kind not in ("unknown", "states") else []  # were not computed
+        self.prompts.insert([*tokens, *more], caches, namespace, media=spans, keep=self.directive())
         self.use(caches)
         if not self.loses and not spans:  # what was inserted is found at once
             self.operations += 1
