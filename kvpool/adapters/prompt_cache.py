@@ -11,7 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice, pairwise, takewhile
 from math import inf
@@ -425,11 +425,13 @@ class PromptCache:
 
     def _longest(self, known: Tokens, namespace: bytes, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of all layouts. With `whole` no token is left where a sequence ends with the last."""
-        hits = (
-            (self._cut if layout.is_dense else self._ended)(layout, name + namespace, known, spans, whole)
-            for layout, name in self._layouts.items()
-        )
-        return max(filter(None, hits), key=lambda hit: hit.length, default=None)
+        best: _Hit | None = None
+        for layout, name in self._layouts.items():
+            find = self._cut if layout.is_dense else self._ended
+            hit = find(layout, name + namespace, known, spans, whole)
+            if hit is not None and (best is None or hit.length > best.length):
+                best = hit
+        return best
 
     def _cut(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
@@ -442,7 +444,9 @@ class PromptCache:
         length = _outside(max(0, min(BLOCK * len(blocks) + common, most)), spans)
         if not length:
             return None
-        full, blocks = length // BLOCK, np.append(blocks, nearest)[: -(-length // BLOCK)]
+        if common:
+            blocks = np.append(blocks, nearest)
+        full, blocks = length // BLOCK, blocks[: -(-length // BLOCK)]
         near = ends.get(int(blocks[full - 1]) if full else root, ())
         ended = (one for one in near if one.length <= length and one.is_prefix_of(known))
         used = max(ended, key=lambda one: one.length, default=None)
@@ -520,9 +524,8 @@ class PromptCache:
         one.kept_nbytes = sum(map(nbytes_of, kept, layout.roles))
         one.nbytes = one.kept_nbytes + (INDEX_NBYTES if layout.has_arrays else 0)
         block_nbytes = BLOCK * layout.row_nbytes + (INDEX_NBYTES if layout.row_nbytes else 0)
-        with self._lock, ExitStack() as opened:
+        with self._lock:
             self._now, handle = self._clock(), index.open(one.root, known)
-            opened.callback(index.close, handle)
             begin, length, most = index.pool.num_tokens(handle), len(known), index.pool.num_blocks
             if block_nbytes:
                 most = min(most, max(0, self.max_bytes - one.nbytes) // block_nbytes)
@@ -532,18 +535,22 @@ class PromptCache:
             nbytes = one.nbytes + layout.row_nbytes * (length - begin) + (INDEX_NBYTES * count if block_nbytes else 0)
             fits = begin >= have and length <= BLOCK * most and one.nbytes <= self.max_bytes
             if not (fits and (length or not len(known)) and self._make_room(nbytes, count, one.kept_nbytes)):
+                index.close(handle)
                 return False
             self._reserve(nbytes, one.kept_nbytes)
-            self._lock.release()
-            try:
-                copies = list(islice(rows(begin, length), count)) if block_nbytes else [mx.array([], mx.uint64)] * count
-                one.kept = [copied(cache, owned, role) for cache, role in zip(kept, layout.roles, strict=True)]
-            finally:
-                self._lock.acquire()
+        try:
+            copies = list(islice(rows(begin, length), count)) if block_nbytes else [mx.array([], mx.uint64)] * count
+            one.kept = [copied(cache, owned, role) for cache, role in zip(kept, layout.roles, strict=True)]
+        except BaseException:
+            with self._lock:
                 self._reserve(-nbytes, -one.kept_nbytes)
-            known = known[:length]
+                index.close(handle)
+            raise
+        known = known[:length]
+        with self._lock:
+            self._reserve(-nbytes, -one.kept_nbytes)
             one.handle, one.length = index.open(one.root, known), length  # with what others have inserted meanwhile
-            opened.close()
+            index.close(handle)
             copies = copies[(index.pool.num_tokens(one.handle) - begin) // BLOCK :]
             if not self._make_room(nbytes, len(copies), one.kept_nbytes):
                 index.close(one.handle)
