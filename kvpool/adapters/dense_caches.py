@@ -54,13 +54,19 @@ class Part(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A cache: its class and role; if it has a row per token, its other attributes and its arrays."""
+    """A cache: its class and role; if it has a row per token, its other attributes when empty, and its arrays."""
 
     kind: type
     role: str
     fields: tuple[tuple[str, Any], ...] = ()
-    places: tuple[str, ...] = ()  #: which of its attributes say how many tokens it holds
     parts: tuple[Part, ...] = ()
+
+    def cache(self, planes: Sequence[mx.array] = (), length: int = 0) -> Any:
+        """Return a cache with the rows of so many tokens."""
+        half = len(planes) // 2
+        keys, values = planes if half == 1 else (tuple(planes[:half]) or None, tuple(planes[half:]) or None)
+        held = {name: length if planes and name in _PLACES else value for name, value in self.fields}
+        return made(self.kind, keys=keys, values=values, **held)
 
 
 class CacheLayout(NamedTuple):
@@ -92,6 +98,70 @@ class CacheLayout(NamedTuple):
     def roles(self) -> list[str]:
         """The roles of the caches that are kept whole."""
         return [leaf.role for leaf in self.leaves if leaf.role != "rows"]
+
+    def rows_of(self, leaves: list[Any], begin: int, end: int) -> Iterator[mx.array]:
+        """Yield the bytes of tokens begin .. end, one block after the other, each in memory of its own."""
+        hosts = []
+        for cache, leaf in zip(leaves, self.leaves, strict=True):
+            for array, part in zip(arrays_of(cache), leaf.parts, strict=True) if leaf.parts else ():
+                if part.heads * part.width:
+                    hosts.append((part, np.asarray(array.view(UNSIGNED[part.dtype.size]))[0]))
+        piece = max(1, _PIECE // (BLOCK * self.row_nbytes or _PIECE)) * BLOCK
+        for start in range(begin, end, piece):
+            stop = min(start + piece, end)
+            rows = np.zeros((stop - start, self.row_nbytes), np.uint8)
+            for part, host in hosts:
+                nbytes = part.heads * part.width * part.dtype.size
+                place = rows[:, part.offset : part.offset + nbytes].view(host.dtype)
+                place.reshape(stop - start, part.heads, part.width)[...] = host[:, start:stop].transpose(1, 0, 2)
+            wide = rows.view(np.uint64)  # MLX copies wide numbers faster
+            for at in range(0, stop - start, BLOCK):
+                yield mx.array(wide[at : at + BLOCK])
+
+    def caches_of(self, rows: list[mx.array], kept: list[Any], length: int) -> list[Any]:
+        """Return caches of `length` tokens: views of one copy of the rows, and what was kept whole."""
+        data = mx.concatenate(rows)[:length] if rows and self.row_nbytes else None
+        mx.eval([] if data is None else data)
+        whole = iter(kept)
+        leaves = []
+        for leaf in self.leaves:
+            planes = [_plane(data, part, 1) for part in leaf.parts] if data is not None else []
+            leaves.append(leaf.cache(planes, length) if leaf.role == "rows" else next(whole))
+        evaluate(leaves)
+        return nested(self.tree, iter(leaves))
+
+    def batch_of(self, rows: list[list[mx.array]], lengths: list[int]) -> list[Any] | None:
+        """Return batches of sequences whose caches all have rows: views of one copy. None: a class has no batch."""
+        most, pieces = max(lengths), []
+        for each, length in zip(rows, lengths, strict=True):
+            pieces += [mx.zeros((most - length, self.row_nbytes // 8), mx.uint64), *each[:-1]]
+            pieces += [each[-1][: length - BLOCK * (len(each) - 1)]] if each else []
+        batches = []
+        for leaf in self.leaves:
+            merge = getattr(leaf.kind, "merge", None)
+            batch: Any = merge([leaf.cache() for _ in rows]) if merge and len(leaf.parts) == 2 else None
+            if not {"keys", "values", "offset", "left_padding", "_idx"} <= getattr(batch, "__dict__", {}).keys():
+                return None
+            batches.append(batch)
+        data = mx.concatenate(pieces)
+        mx.eval(data)
+        for leaf, batch in zip(self.leaves, batches, strict=True):
+            batch.keys, batch.values = (_plane(data, part, len(rows)) for part in leaf.parts)
+            batch.left_padding = mx.array([most - length for length in lengths])
+            batch.offset, batch._idx = mx.array(lengths), most
+            if hasattr(batch, "_offset"):
+                batch._offset = most
+        evaluate(batches)
+        return nested(self.tree, iter(batches))
+
+    def empty_of(self, kept: Sequence[Any]) -> list[Any]:
+        """Return caches of no tokens. `kept` are such as the layout keeps whole."""
+        whole, leaves = iter(kept), []
+        for leaf in self.leaves:
+            cache = leaf.cache() if leaf.role == "rows" else copied(next(whole), lambda array: None)
+            vars(cache).update({name: 0 for name in (*_PLACES, "start_position") if name in vars(cache)})
+            leaves.append(cache)
+        return nested(self.tree, iter(leaves))
 
 
 def bound_of(cache: Any) -> int | None:
@@ -137,7 +207,8 @@ def role_of(cache: Any, windows: bool = True) -> str:
 
 def _has_rows(cache: Any, is_registered: bool, windows: bool) -> bool:
     held, bound = vars(cache), bound_of(cache)
-    if type(cache.offset) is not int or not (is_registered or all(_is_scalar(held[name]) for name in _others(held))):
+    others = (value for name, value in held.items() if name not in ("keys", "values"))
+    if type(cache.offset) is not int or not (is_registered or all(map(_is_scalar, others))):
         return False
     if bound is None:
         can_trim = getattr(cache, "is_trimmable", lambda: True)()
@@ -151,10 +222,6 @@ def _has_rows(cache: Any, is_registered: bool, windows: bool) -> bool:
         isinstance(array, mx.array) and array.ndim == 4 and array.shape[0] == 1 and array.shape[2] >= cache.offset
         for array in arrays_of(cache)
     )
-
-
-def _others(held: dict[str, Any]) -> list[str]:
-    return sorted(held.keys() - {"keys", "values", *_PLACES})
 
 
 def _is_scalar(value: Any) -> bool:
@@ -203,7 +270,8 @@ def made(kind: type, /, **fields: Any) -> Any:
 
 def arrays_of(cache: Any) -> list[mx.array]:
     """Return the arrays of a cache of keys and values."""
-    return _leaves_in([cache.keys, cache.values])
+    found: Any = tree_flatten([cache.keys, cache.values])
+    return [array for _, array in found]
 
 
 def layout_of(leaves: list[Any], tree: tuple[Any, ...], windows: bool = True) -> CacheLayout:
@@ -218,86 +286,10 @@ def layout_of(leaves: list[Any], tree: tuple[Any, ...], windows: bool = True) ->
             offset = -(-offset // array.dtype.size) * array.dtype.size
             parts.append(Part(array.shape[1], array.shape[3], array.dtype, offset))
             offset += array.shape[1] * array.shape[3] * array.dtype.size
-        held = vars(cache)
-        fields = tuple((name, held[name]) for name in _others(held))
-        places = tuple(name for name in _PLACES if name in held)
-        found.append(Leaf(type(cache), role, fields, places, tuple(parts)))
+        fields = vars(cache) | {name: 0 for name in _PLACES if name in vars(cache)}
+        others = sorted((name, value) for name, value in fields.items() if name not in ("keys", "values"))
+        found.append(Leaf(type(cache), role, tuple(others), tuple(parts)))
     return CacheLayout(tuple(found), tree, -(-offset // 8) * 8, all(leaf.role == "rows" for leaf in found))
-
-
-def rows_of(layout: CacheLayout, leaves: list[Any], begin: int, end: int) -> Iterator[mx.array]:
-    """Yield the bytes of tokens begin .. end, one block after the other, each in memory of its own."""
-    hosts = []
-    for cache, leaf in zip(leaves, layout.leaves, strict=True):
-        for array, part in zip(arrays_of(cache), leaf.parts, strict=True) if leaf.parts else ():
-            if part.heads * part.width:
-                hosts.append((part, np.asarray(array.view(UNSIGNED[part.dtype.size]))[0]))
-    piece = max(1, _PIECE // (BLOCK * layout.row_nbytes or _PIECE)) * BLOCK
-    for start in range(begin, end, piece):
-        stop = min(start + piece, end)
-        rows = np.zeros((stop - start, layout.row_nbytes), np.uint8)
-        for part, host in hosts:
-            nbytes = part.heads * part.width * part.dtype.size
-            place = rows[:, part.offset : part.offset + nbytes].view(host.dtype)
-            place.reshape(stop - start, part.heads, part.width)[...] = host[:, start:stop].transpose(1, 0, 2)
-        wide = rows.view(np.uint64)  # MLX copies wide numbers faster
-        for at in range(0, stop - start, BLOCK):
-            yield mx.array(wide[at : at + BLOCK])
-
-
-def caches_of(layout: CacheLayout, rows: list[mx.array], kept: list[Any], length: int) -> list[Any]:
-    """Return caches of `length` tokens: views of one copy of the rows, and what was kept whole."""
-    data = mx.concatenate(rows)[:length] if rows and layout.row_nbytes else None
-    mx.eval([] if data is None else data)
-    whole = iter(kept)
-    leaves = []
-    for leaf in layout.leaves:
-        planes = [_plane(data, part, 1) for part in leaf.parts] if data is not None else []
-        leaves.append(next(whole) if leaf.role != "rows" else _cache_of(leaf, planes, length if planes else 0))
-    evaluate(leaves)
-    return nested(layout.tree, iter(leaves))
-
-
-def batch_of(layout: CacheLayout, rows: list[list[mx.array]], lengths: list[int]) -> list[Any] | None:
-    """Return batches of sequences whose caches all have rows: views of one copy. None: a class has no such batch."""
-    most, pieces = max(lengths), []
-    for each, length in zip(rows, lengths, strict=True):
-        pieces += [mx.zeros((most - length, layout.row_nbytes // 8), mx.uint64), *each[:-1]]
-        pieces += [each[-1][: length - BLOCK * (len(each) - 1)]] if each else []
-    batches = []
-    for leaf in layout.leaves:
-        merge = getattr(leaf.kind, "merge", None)
-        batch: Any = merge([_cache_of(leaf, [], 0) for _ in rows]) if merge and len(leaf.parts) == 2 else None
-        if not {"keys", "values", "offset", "left_padding", "_idx"} <= getattr(batch, "__dict__", {}).keys():
-            return None
-        batches.append(batch)
-    data = mx.concatenate(pieces)
-    mx.eval(data)
-    for leaf, batch in zip(layout.leaves, batches, strict=True):
-        batch.keys, batch.values = (_plane(data, part, len(rows)) for part in leaf.parts)
-        batch.left_padding = mx.array([most - length for length in lengths])
-        batch.offset, batch._idx = mx.array(lengths), most
-        if hasattr(batch, "_offset"):
-            batch._offset = most
-    evaluate(batches)
-    return nested(layout.tree, iter(batches))
-
-
-def empty_of(layout: CacheLayout, kept: Sequence[Any]) -> list[Any]:
-    """Return caches of no tokens. `kept` are such as the layout keeps whole."""
-    whole, leaves = iter(kept), []
-    for leaf in layout.leaves:
-        cache = _cache_of(leaf, [], 0) if leaf.role == "rows" else copied(next(whole), lambda array: None)
-        vars(cache).update({name: 0 for name in (*_PLACES, "start_position") if name in vars(cache)})
-        leaves.append(cache)
-    return nested(layout.tree, iter(leaves))
-
-
-def _cache_of(leaf: Leaf, planes: list[mx.array], length: int) -> Any:
-    """Return a cache with the rows of so many tokens."""
-    half = len(planes) // 2
-    keys, values = planes if half == 1 else (tuple(planes[:half]) or None, tuple(planes[half:]) or None)
-    return made(leaf.kind, keys=keys, values=values, **dict(leaf.fields), **dict.fromkeys(leaf.places, length))
 
 
 def _plane(data: mx.array, part: Part, rows: int) -> mx.array:
@@ -321,12 +313,8 @@ def evaluate(caches: Sequence[Any]) -> None:
 
 def arrays_in(value: Any) -> list[mx.array]:
     """Return the arrays in dicts, lists and tuples."""
-    return [item for item in _leaves_in(value) if isinstance(item, mx.array)]
-
-
-def _leaves_in(value: Any) -> list[Any]:
-    flat: Any = tree_flatten(value)
-    return [item for _, item in flat]
+    found: Any = tree_flatten(value)
+    return [item for _, item in found if isinstance(item, mx.array)]
 
 
 def compact(cache: Any) -> Any:

@@ -22,18 +22,11 @@ _MAX_LOOKUPS = 1024  # prompts whose namespace is remembered until their checkpo
 
 
 class Manager:
-    """What mlx-vlm calls a manager: the prompts of a process, and counters.
+    """What mlx-vlm calls a manager: the prompts of a process, and counters."""
 
-    Parameters
-    ----------
-    prompts : PromptCache
-    checkpoint_guard_tokens : int
-        Tokens at the end of a prompt that no checkpoint has, as mlx-vlm's setting of this name.
-    """
-
-    def __init__(self, prompts: PromptCache, checkpoint_guard_tokens: int = 1) -> None:
+    def __init__(self, prompts: PromptCache) -> None:
         self.prompts = prompts
-        self.exact_cache_guard_tokens = max(1, checkpoint_guard_tokens)
+        self.exact_cache_guard_tokens = 1  # tokens at the end of a prompt that no checkpoint has
         self.lock = threading.RLock()
         self.stats = apc.APCStats()
         self.memory_plan = apc_coordinator.PrefillMemoryPlan()  # of no prompt: nothing is reserved
@@ -43,15 +36,10 @@ class Manager:
         return Coordinator(self, model)
 
     def lookup_exact_cache(
-        self,
-        token_ids: Sequence[int],
-        extra_hash: int = 0,
-        max_prefix_tokens: int | None = None,
-        min_prefix_tokens: int = 0,
+        self, token_ids: Sequence[int], *, extra_hash: int, min_prefix_tokens: int
     ) -> tuple[list[Any] | None, int]:
         """Return caches with the longest known prefix that is longer than `min_prefix_tokens`, and its length."""
-        known = token_ids if max_prefix_tokens is None else token_ids[: max_prefix_tokens + 1]
-        caches, length = self.prompts.fetch(known, _namespace(extra_hash))
+        caches, length = self.prompts.fetch(token_ids, _namespace(extra_hash))
         if length <= min_prefix_tokens:
             caches, length = None, 0
         with self.lock:
@@ -81,7 +69,9 @@ class Manager:
         skip_first_n_tokens: int = 0,
     ) -> list[Any]:
         """Insert keys and values of one sequence, layer by layer. Return no blocks: none has to be released."""
-        row = [_cache(keys, values) for keys, values in zip(layer_keys, layer_values, strict=True)]
+        row = [KVCache() for _ in layer_keys]
+        for cache, keys, values in zip(row, layer_keys, layer_values, strict=True):
+            cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
         self.store_exact_cache(token_ids, row, extra_hash)
         return []
 
@@ -96,15 +86,11 @@ class Manager:
             snapshot: dict[str, Any] = self.stats.snapshot(0, 1)
         return snapshot | {"resident_bytes": self.prompts.nbytes, "memory_max_bytes": self.prompts.max_bytes}
 
-    def reset_stats(self) -> None:
-        """Set the counters to 0."""
+    def clear(self) -> None:
+        """Forget all prompts, and set the counters to 0. A store keeps its own."""
+        self.prompts.trim_to(n_sequences=0, n_bytes=0)
         with self.lock:
             self.stats = apc.APCStats()
-
-    def clear(self) -> None:
-        """Forget all prompts. A store keeps its own."""
-        self.prompts.trim_to(n_sequences=0, n_bytes=0)
-        self.reset_stats()
 
 
 class Coordinator(apc_coordinator.APCCoordinator):
@@ -194,9 +180,3 @@ def _namespace(extra_hash: int) -> bytes:
 
 def _key(token_ids: Sequence[int]) -> int:
     return hash(tuple(token_ids))
-
-
-def _cache(keys: mx.array, values: mx.array) -> KVCache:
-    cache = KVCache()
-    cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
-    return cache

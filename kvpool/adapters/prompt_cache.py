@@ -1,8 +1,4 @@
-"""`PromptCache`: a prompt cache for engines that keep dense caches of MLX. docs/prompt-cache.md is the page.
-
-Keys and values of every token lie in blocks of 16 tokens, one array of MLX each, that all prompts share. A pool with a
-prefix cache is the index: a block's id names its array.
-"""
+"""`PromptCache`: a prompt cache for engines that keep dense caches of MLX. docs/prompt-cache.md is the page."""
 
 from __future__ import annotations
 
@@ -13,11 +9,13 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from math import inf
+from operator import eq
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -27,10 +25,7 @@ import kvpool
 from kvpool.adapters.dense_caches import (
     BLOCK,
     CacheLayout,
-    batch_of,
-    caches_of,
     copied,
-    empty_of,
     evaluate,
     is_empty,
     layout_of,
@@ -39,7 +34,6 @@ from kvpool.adapters.dense_caches import (
     owned,
     place_of,
     register_cache,
-    rows_of,
     shared,
 )
 from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex, CachedSequence, Tokens
@@ -191,10 +185,10 @@ class PromptCache:
         if first is None:
             return None, lengths
         if first.layout.is_dense and all(one is None or one.layout == first.layout for one in found):
-            batch = batch_of(first.layout, [one.rows if one else [] for one in found], lengths)
+            batch = first.layout.batch_of([one.rows if one else [] for one in found], lengths)
             if batch is not None:
                 return batch, lengths
-        rows = [_caches(one)[0] if one else empty_of(first.layout, first.kept) for one in found]
+        rows = [_caches(one)[0] if one else first.layout.empty_of(first.kept) for one in found]
         return [type(caches[0]).merge(list(caches)) for caches in zip(*rows, strict=True)], lengths
 
     def promote(self, tokens: Sequence[int], namespace: bytes = b"", *, media: Media = ()) -> Future[int]:
@@ -251,15 +245,31 @@ class PromptCache:
             raise ValueError(f"[insert] cache_type is {cache_type!r}, it must be one of {', '.join(TYPES)}")
         if not isinstance(keep, Keep | None):
             raise TypeError(f"[insert] keep must be a Keep, not {type(keep).__name__} ({keep!r})")
-        begin = list(tokens[:BLOCK])
-        with self._lock:
-            self._coming.append(begin)
-        try:
-            return self._insert_caches(tokens, caches, namespace, media, cache_type, extra, keep)
-        finally:
-            with self._lock:
-                self._coming.remove(begin)
-                self._arrival.notify_all()
+        with self._announced(tokens):
+            known, spans = self._known("insert", tokens, media)
+            leaves, tree = leaves_of(caches)
+            if all(map(is_empty, leaves)):
+                return False
+            places = {place for cache in leaves if (place := place_of(cache)) is not None}
+            layout = layout_of(leaves, tree)
+            length = min([len(known), *places])
+            if len(places) > 1 or (places != {length} and places and not layout.is_dense):
+                _log.warning(
+                    "[insert] caches of %s tokens, %d tokens given: nothing is kept", sorted(places), len(known)
+                )
+                return False
+            evaluate(leaves)
+            known, rows = known[:length], partial(layout.rows_of, leaves)
+            media_end = max((stop for _, stop in spans), default=0)
+            one = CachedSequence(layout, self._root(layout, namespace), cache_type, extra, media_end)
+            if keep is not None and (keep.tokens or length) < length:
+                self._keep_beginning(one, known[: keep.tokens], rows, namespace, spans, keep)
+            elif keep is not None:
+                one.priority, one.until = keep.priority, self._clock() + keep.ttl
+            is_kept = self._insert(one, known, rows, layout.kept_of(leaves))
+            if is_kept and self._stored is not None:
+                self._store(self._stored, leaves, tree, known, spans, namespace)
+            return is_kept
 
     def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
         """Return caches and the tokens to compute, as mlx-lm's `LRUPromptCache`."""
@@ -370,12 +380,11 @@ class PromptCache:
         take: bool = False,
         load: bool = True,
     ) -> _Hit | None:
-        known: Any = tokens
+        known: Any = tokens  # the pool takes them as they are, much faster, unless something else is needed
         spans: Spans = []
         stored = self._stored if load else None
-        is_plain = isinstance(tokens, (list, np.ndarray)) and not (media or self._atoms or stored)
-        if not is_plain or not self._layouts:
-            known, spans = self._known("fetch", tokens, media)  # else the pool takes them as they are, much faster
+        if not isinstance(tokens, (list, np.ndarray)) or media or self._atoms or stored or not self._layouts:
+            known, spans = self._known("fetch", tokens, media)
         if stored is not None:
             text = min((start + 1 for start, _ in spans), default=None)  # a span leaves more than one token to compute
             self._load(stored, known[:text], namespace)
@@ -433,28 +442,26 @@ class PromptCache:
         if not (whole and any(one.length == most and one.is_prefix_of(known) for one in ends.get(parent, ()))):
             most -= 1
         length = _outside(max(0, min(BLOCK * len(blocks) + common, most)), spans)
+        if not length:
+            return None
         if common:
             blocks = np.append(blocks, nearest)
-        full = length // BLOCK
+        full, blocks = length // BLOCK, blocks[: -(-length // BLOCK)]
         near = ends.get(int(blocks[full - 1]) if full else root, ())
         ended = (one for one in near if one.length <= length and one.is_prefix_of(known))
         used = max(ended, key=lambda one: one.length, default=None)
-        if not length:
-            return None
-        blocks = blocks[: -(-length // BLOCK)]
-        rows = self._index.rows.take(blocks).tolist()
-        media_end, extra = self._index.extras.get(int(blocks[-1]), (0, None))
-        return _Hit(length, layout, rows, used, [], extra if length >= media_end else None)
+        rows, origin = self._index.rows.take(blocks).tolist(), self._index.origins.get(int(blocks[-1]))
+        return _Hit(length, layout, rows, used, [], origin.extra if origin and length >= origin.media_end else None)
 
     def _ended(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of a sequence that is kept whole."""
         blocks = self._index.path(root, known)
-        best, length = None, 0
+        best, length = None, -1
         for count, one in self._index.ending(root, blocks):
-            common = _common(one.tail, _behind(known, count))
+            common = sum(takewhile(bool, map(eq, one.tail, _behind(known, count))))
             reach = min(BLOCK * count + common, len(known) - (not (whole and one.length == len(known))))
             fits = reach == one.length or (one.can_cut and common > 0)
-            if fits and (best is None or reach > length) and (reach or one.can_cut) and _outside(reach, spans) == reach:
+            if fits and reach > length and (reach or one.can_cut) and _outside(reach, spans) == reach:
                 best, length = one, reach
         if best is None:
             return None
@@ -463,44 +470,29 @@ class PromptCache:
 
     # ------------------------------------------------------------------------------------------------ insert
 
-    def _insert_caches(
-        self,
-        tokens: Sequence[int],
-        caches: Sequence[Any],
-        namespace: bytes,
-        media: Media,
-        kind: str,
-        extra: Any,
-        keep: Keep | None,
-    ) -> bool:
-        known, spans = self._known("insert", tokens, media)
-        leaves, tree = leaves_of(caches)
-        if all(map(is_empty, leaves)):
-            return False
-        places = {place for cache in leaves if (place := place_of(cache)) is not None}
-        layout = layout_of(leaves, tree)
-        length = min([len(known), *places])
-        if len(places) > 1 or (places != {length} and places and not layout.is_dense):
-            _log.warning("[insert] caches of %s tokens, %d tokens given: nothing is kept", sorted(places), len(known))
-            return False
-        evaluate(leaves)
-        known, kept, rows = known[:length], layout.kept_of(leaves), partial(rows_of, layout, leaves)
-        one = CachedSequence(layout, self._root(layout, namespace), kind, extra)
-        if keep is not None and (keep.tokens or length) < length:
-            self._keep_beginning(one, known[: keep.tokens], rows, namespace, spans, keep)
-        elif keep is not None:
-            one.priority, one.until = keep.priority, self._clock() + keep.ttl
-        if not self._insert(one, known, rows, kept, media_end=max((stop for _, stop in spans), default=0)):
-            return False
-        if self._stored is not None:
-            layout = layout_of(leaves, tree, windows=False)
-            if layout == self._stored.layout:
-                text = known[: min((start for start, _ in spans), default=length)]
-                kept = layout.kept_of(leaves)
-                self._stored.put(text, partial(rows_of, layout, leaves), None if spans else kept, namespace)
-            else:
-                warnings.warn("[insert] caches of another layout than the store's are not stored", stacklevel=3)
-        return True
+    @contextmanager
+    def _announced(self, tokens: Sequence[int]) -> Iterator[None]:
+        """Have fetches of prompts that begin like this one wait a moment."""
+        begin = list(tokens[:BLOCK])
+        with self._lock:
+            self._coming.append(begin)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._coming.remove(begin)
+                self._arrival.notify_all()
+
+    def _store(
+        self, stored: PromptStore, leaves: list[Any], tree: Any, known: np.ndarray, spans: Spans, namespace: bytes
+    ) -> None:
+        """Offer the store what was inserted, up to the first span of media."""
+        layout = layout_of(leaves, tree, windows=False)
+        if layout == stored.layout:
+            text = known[: min((start for start, _ in spans), default=len(known))]
+            stored.put(text, partial(layout.rows_of, leaves), None if spans else layout.kept_of(leaves), namespace)
+        else:
+            warnings.warn("[insert] caches of another layout than the store's are not stored", stacklevel=3)
 
     def _keep_beginning(
         self, whole: CachedSequence, known: np.ndarray, rows: Rows, namespace: bytes, spans: Spans, keep: Keep
@@ -519,13 +511,11 @@ class PromptCache:
                     return hit.sequence.keep(keep.priority, until, self._clock())
                 layout, length, have = hit.layout, hit.length, hit.length // BLOCK * BLOCK
                 rows = lambda begin, end: iter(())  # noqa: E731
-            one = CachedSequence(layout, self._root(layout, namespace), whole.kind, None, keep.priority, until)
+            one = CachedSequence(layout, self._root(layout, namespace), whole.kind, None, 0, keep.priority, until)
         if length >= BLOCK:
             self._insert(one, known[: length // BLOCK * BLOCK], rows, (), have)
 
-    def _insert(
-        self, one: CachedSequence, known: np.ndarray, rows: Rows, kept: Sequence[Any], have: int = 0, media_end: int = 0
-    ) -> bool:
+    def _insert(self, one: CachedSequence, known: np.ndarray, rows: Rows, kept: Sequence[Any], have: int = 0) -> bool:
         """Make a sequence of tokens, of which ``rows(begin, end)`` has those from `have` on. False: there is no room.
 
         Room is taken first. Then rows and caches are copied, while other calls go on. Then all of it is made known.
@@ -535,8 +525,7 @@ class PromptCache:
         one.nbytes = one.kept_nbytes + (INDEX_NBYTES if layout.has_arrays else 0)
         block_nbytes = BLOCK * layout.row_nbytes + (INDEX_NBYTES if layout.row_nbytes else 0)
         with self._lock:
-            self._now = self._clock()
-            handle = index.open(one.root, known)
+            self._now, handle = self._clock(), index.open(one.root, known)
             begin, length, most = index.pool.num_tokens(handle), len(known), index.pool.num_blocks
             if block_nbytes:
                 most = min(most, max(0, self.max_bytes - one.nbytes) // block_nbytes)
@@ -569,7 +558,10 @@ class PromptCache:
             one.tail = known[length - length % BLOCK :].tolist()
             one.can_cut = layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
             self._replace(one, known)
-            self._publish(one, known, copies, media_end)
+            index.put(one, known, copies)
+            self._order[one.kind][one] = None
+            self._reserve(one.nbytes, one.kept_nbytes)
+            self._trim_sequences(self.max_size, one)
             if one.kept_nbytes and layout.row_nbytes:
                 self._spacing = 3 * one.kept_nbytes // layout.row_nbytes
         return True
@@ -577,15 +569,6 @@ class PromptCache:
     def _reserve(self, nbytes: int, kept_nbytes: int) -> None:
         self._nbytes += nbytes
         self._kept_nbytes += kept_nbytes
-
-    def _publish(self, one: CachedSequence, known: np.ndarray, rows: list[mx.array], media_end: int) -> None:
-        """Make a sequence known: an open row of the pool whose first blocks are known, and the rows of the others."""
-        blocks = self._index.put(one, known, rows)
-        self._order[one.kind][one] = None
-        self._reserve(one.nbytes, one.kept_nbytes)
-        if one.extra is not None and one.layout.is_dense:
-            self._index.extras.update(dict.fromkeys(blocks[max(0, media_end - 1) // BLOCK :], (media_end, one.extra)))
-        self._trim_sequences(self.max_size, one)
 
     def _replace(self, one: CachedSequence, known: np.ndarray) -> None:
         """Drop the sequences that a new one makes useless: the same tokens, or a prefix of what can be cut.
@@ -734,14 +717,10 @@ def _behind(known: Tokens, count: int) -> list[int]:
     return list(known[BLOCK * count : BLOCK * (count + 1)])
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    return next((number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _caches(found: _Hit | None) -> Fetched:
     if found is None:
         return Fetched((None, 0))
-    hit = Fetched((caches_of(found.layout, found.rows, found.kept, found.length), found.length))
+    hit = Fetched((found.layout.caches_of(found.rows, found.kept, found.length), found.length))
     hit.extra = found.extra
     return hit
 
@@ -750,10 +729,10 @@ def first(sequences: Iterable[CachedSequence], now: float) -> CachedSequence | N
     """Return the first one that is not kept, or else the first one of the lowest priority."""
     best: CachedSequence | None = None
     for one in sequences:
-        if not one.priority_at(now):
-            return one
-        if best is None or one.priority < best.priority:
+        if best is None or one.priority_at(now) < best.priority_at(now):
             best = one
+        if not best.priority_at(now):
+            break
     return best
 
 

@@ -1,7 +1,7 @@
 """The blocks of `PromptCache`: found by whole blocks of tokens, and by the beginning of one more.
 
-A pool with a prefix cache finds whole blocks, and says which of those that no sequence has leaves first. Beside it are
-the rows of each block, and which blocks lie behind it.
+A pool with a prefix cache is the index: it finds whole blocks, and says which of those that no sequence has leaves
+first. A block's id names its rows, an array of MLX that all prompts share, and the blocks behind it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class CachedSequence:
     root: bytes
     kind: str = "assistant"
     extra: Any = None
+    media_end: int = 0  # behind the last span of media
     priority: int = 0
     until: float = 0.0
     handle: int = -1
@@ -61,36 +62,18 @@ class CachedSequence:
 
 
 class BlockIndex:
-    """Blocks of 16 tokens, or fewer at the end of a sequence. The caller has a lock.
-
-    Parameters
-    ----------
-    num_blocks, max_sequences : int
-
-    Attributes
-    ----------
-    pool : Pool
-        Its sequences hold blocks. What it calls a namespace is the root of a tree of blocks.
-    rows : ndarray of array
-        What each block holds, None if it is not in use.
-    ends : dict
-        Block or root: the sequences that end behind it, before another block is full.
-    extras : dict
-        What else the caller keeps of a block, as long as it is in use.
-    nbytes : int
-        Bytes of the blocks in use, those of the index included.
-    """
+    """Blocks of 16 tokens, or fewer at the end of a sequence. The caller has a lock."""
 
     def __init__(self, num_blocks: int, max_sequences: int) -> None:
         self.pool = kvpool.Pool(
             num_blocks, BLOCK, max_seqs=max_sequences, in_order=True, prefix_cache=True, reserved_blocks=0
         )
-        self._prefix: Any = self.pool.prefix
+        self._prefix: Any = self.pool.prefix  # what it calls a namespace is the root of a tree of blocks
         self._plan = kvpool.Plan(self.pool, 1, num_blocks * BLOCK, formats=())
-        self.rows = np.empty(num_blocks, object)
-        self.ends: dict[int | bytes, list[CachedSequence]] = {}
-        self.extras: dict[int, Any] = {}
-        self.nbytes = 0
+        self.rows = np.empty(num_blocks, object)  # what each block holds, None if it is not in use
+        self.origins: dict[int, CachedSequence] = {}  # of blocks in use: the last sequence that has an `extra` for them
+        self.nbytes = 0  # of the blocks in use and their index
+        self.ends: dict[int | bytes, list[CachedSequence]] = {}  # behind a block or a root, before another one is full
         self._is_end = np.zeros(num_blocks, bool)
         self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
         self._parents: dict[int, int | bytes] = {}
@@ -138,12 +121,12 @@ class BlockIndex:
         more = known[: full + 1] if full < len(known) else np.append(known, np.int32(0))  # one is never a hit
         return self.pool.open(more, root, reserve=False)
 
-    def put(self, one: CachedSequence, known: np.ndarray, rows: list[mx.array]) -> list[int]:
-        """Make the rest of these tokens blocks of an open sequence, with `rows`. Return all its blocks."""
+    def put(self, one: CachedSequence, known: np.ndarray, rows: list[mx.array]) -> None:
+        """Make the rest of these tokens blocks of an open sequence, with `rows`."""
         begin = self.pool.num_tokens(one.handle)
         self.pool.step(self._plan, [one.handle], len(known) - begin)
         self._prefix.commit(one.handle, known[begin : len(known) - len(known) % BLOCK])
-        blocks: list[int] = self.pool.table(one.handle).tolist()
+        blocks = self.pool.table(one.handle).tolist()
         new, parent = blocks[begin // BLOCK :], blocks[begin // BLOCK - 1] if begin else one.root
         if new:
             tokens = np.full(len(new) * BLOCK, -1, np.int32)
@@ -154,8 +137,9 @@ class BlockIndex:
             self._after.setdefault(parent, []).append(new[0])
             self._after.update((block, [following]) for block, following in pairwise(new))
             self.nbytes += sum(map(self.nbytes_of, new))
+        if one.extra is not None and one.layout.is_dense:
+            self.origins.update(dict.fromkeys(blocks[max(0, one.media_end - 1) // BLOCK :], one))
         self.end(one)
-        return blocks
 
     def close(self, handle: int, left: int = 0) -> None:
         """Close a sequence, or leave it so many whole blocks. Its other whole blocks stay until they are evicted."""
@@ -193,7 +177,7 @@ class BlockIndex:
         for block in blocks:
             self.nbytes -= self.nbytes_of(block)
             self.rows[block] = None
-            self.extras.pop(block, None)
+            self.origins.pop(block, None)
             after = self._after.get(parent := self._parents.pop(block), [])
             if block in after:
                 after.remove(block)

@@ -1,8 +1,7 @@
-"""Records of `PromptCache` in a store of blocks: rows of 16 tokens, and caches that are valid at one position only.
+"""Records of `PromptCache` in a store of blocks.
 
-Group 0 has the rows of whole blocks. The last group has a record for each position where a sequence ended. The record
-has the rows after the last whole block, the windows and the states. Its name has the tokens of that block, filled up
-to 16.
+Group 0 has the rows of whole blocks. The last group has a record for each position where a sequence ended: the rows
+after the last whole block, the windows and the states. Its name has the tokens of that block, filled up to 16.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def store_layout(caches: Sequence[Any], weights: bytes | str) -> Layout:
     leaves, tree = leaves_of(caches)
     layout = layout_of(leaves, tree, windows=False)
     groups = []
-    content = json.dumps(_described(layout, []))
+    content = json.dumps(layout, default=str)  # names of classes and dtypes
     if layout.row_nbytes:
         groups.append(BlockLayout(BLOCK, BLOCK * layout.row_nbytes, content))
     kept = layout.kept_of(leaves)
@@ -95,21 +94,18 @@ class PromptStore:
         `begin` tokens, whole blocks, have rows already. None: no prefix here is longer than `least`.
         """
         known = known[:-1]
-        reach = begin
-        blocks = self.store.layout.blocks(known, namespace)[0]
+        reach, blocks = len(known), self.store.layout.blocks(known, namespace)[0]
+        held, blocks = blocks[: begin // BLOCK], blocks[begin // BLOCK :]
         if self.layout.row_nbytes:
-            self.store.touch(blocks[: begin // BLOCK])  # or the store would drop the blocks that are used most
-        if self._has_ends and least:
-            self.store.touch(self._names(known, [least], prefix_keys(known[:least], BLOCK, namespace)))
-        blocks = blocks[begin // BLOCK :]
-        if self.layout.row_nbytes:
-            reach += BLOCK * leading(self.store.lookup(blocks))
+            self.store.touch(held)  # or the store would drop the blocks that are used most
+            reach = begin + BLOCK * leading(self.store.lookup(blocks))
         if not self._has_ends:
             rows = self._rows(blocks[: (reach - begin) // BLOCK]) if reach > least else []
             length = begin + BLOCK * len(rows)
             return (length, rows, []) if length > least else None
-        most = min(len(known), reach + BLOCK - 1) if self.layout.row_nbytes else len(known)
-        for length, tail, kept in self._states(known[:most], least, namespace):
+        if least:
+            self.store.touch(self._names(known, [least], prefix_keys(known[:least], BLOCK, namespace)))
+        for length, tail, kept in self._states(known[: reach + BLOCK - 1], least, namespace):
             whole = max(0, length // BLOCK - begin // BLOCK) if self.layout.row_nbytes else 0
             rows = self._rows(blocks[:whole])
             if len(rows) == whole:
@@ -200,11 +196,7 @@ def _described(value: Any, arrays: list[mx.array]) -> Any:
     """Return what JSON can have of a value. Its arrays go to `arrays`."""
     if isinstance(value, mx.array):
         arrays.append(value)
-        return {"array": [_described(value.dtype, arrays), list(value.shape)]}
-    if isinstance(value, mx.Dtype):
-        return {"dtype": str(value).rpartition(".")[2]}
-    if isinstance(value, type):
-        return {"class": f"{value.__module__}.{value.__qualname__}"}
+        return {"array": [str(value.dtype).rpartition(".")[2], list(value.shape)]}
     if isinstance(value, dict):
         return {"dict": [[name, _described(item, arrays)] for name, item in value.items()]}
     if isinstance(value, (list, tuple)):
@@ -220,13 +212,10 @@ def _read(value: Any, row: np.ndarray, place: list[int]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, given),) = value.items()
-    if kind == "dtype":
-        return getattr(mx, given)
-    items = _read(given, row, place)
     if kind != "array":
+        items = _read(given, row, place)
         return dict(items) if kind == "dict" else tuple(items)
-    dtype, shape = items
-    begin = place[0]
+    dtype, shape, begin = getattr(mx, given[0]), given[1], place[0]
     place[0] += math.prod(shape) * dtype.size
     return mx.array(row[begin : place[0]]).view(dtype).reshape(shape) if all(shape) else mx.zeros(shape, dtype)
 

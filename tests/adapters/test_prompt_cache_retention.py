@@ -120,19 +120,6 @@ def test_prompts_that_are_kept_no_longer_leave_as_those_that_never_were(kind, li
     assert all(one is other and one in dropped for one, other in told) and (told or limit == "checkpoint_bytes")
 
 
-@each_kind
-def test_prompt_is_kept_until_its_time_is_over_and_leaves_in_its_turn(kind):
-    one = Cached(kind, max_size=2)
-    one.insert("kept", keep=Keep(1, 10))
-    one.now += 9.9
-    for name in ("a", "b"):
-        one.insert(name)
-    assert one.names() == ["kept", "b"]
-    one.now += 0.1
-    one.insert("c")
-    assert one.names() == ["b", "c"]
-
-
 def test_same_tokens_stay_kept_and_a_longer_prompt_leaves_before_its_kept_beginning():
     for kind in BUDGETS:
         one = Cached(kind, 1 << 20)
@@ -206,17 +193,6 @@ def test_the_longest_end_is_taken_beside_a_kept_beginning():
     assert len(one.prompts) == 2
     assert one.prompts.fetch([*one.known["more"][0], 77], take=True)[1] == 50
     assert len(one.prompts) == 1 and one.names() == ["kept"]
-
-
-def test_smaller_budget_takes_what_is_kept_last_the_lowest_priority_first():
-    one = Cached("dense", 1 << 20)
-    for name, priority in (("a", 2), ("b", 1), ("c", 0), ("d", 2)):
-        one.insert(name, keep=Keep(priority, 10) if priority else None)
-    each, left = one.prompts.nbytes // 4, []
-    for count in (3, 2, 1, 0):
-        one.prompts.resize(count * each)
-        left.append(one.names())
-    assert left == [["a", "b", "d"], ["a", "d"], ["d"], []]
 
 
 def test_store_has_no_directives():

@@ -74,7 +74,7 @@ def test_the_server_on_dense_caches_keeps_quantized_ones(tokenizer):
     _, cached = converse(model, tokenizer, prompts, seed=None, kv_bits=8)
     assert min(cached[1:]) > len(SYSTEM) // 8
     (layout,) = prompts._layouts
-    fields = (("bits", 8), ("group_size", 64))
+    fields = (("bits", 8), ("group_size", 64), ("offset", 0))
     assert [(leaf.kind, leaf.fields) for leaf in layout.leaves] == [(QuantizedKVCache, fields)] * len(layout.leaves)
 
 

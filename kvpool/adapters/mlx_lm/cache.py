@@ -45,21 +45,10 @@ class _Operation(NamedTuple):
 
 
 class Batch:
-    """One or more sequences, shared by the facades of all layers.
+    """One or more sequences, which it owns, shared by the facades of all layers.
 
-    Parameters
-    ----------
-    passes : Passes
-        Pool and storage of the model, and whose turn it is.
-    handles, lens
-        The sequences and their lengths. The batch owns the sequences from now on.
-    is_merged : bool
-        Whether the batch is the result of `merge`. Then ``offset`` is an array with one entry per row, as in
-        mlx-lm's batch caches. Otherwise it is an int.
-    namespaces : sequence of bytes, optional
-        In which each sequence was opened. Default: that of `passes`.
-    policy : Policy, optional
-        Selects the tokens that are evicted, see `kvpool.eviction`.
+    `is_merged`: it is the result of `merge`. Then ``offset`` is an array with one entry per row, as in mlx-lm's batch
+    caches, otherwise an int. `namespaces` are those in which the sequences were opened, by default that of `passes`.
     """
 
     def __init__(
@@ -77,7 +66,7 @@ class Batch:
         self.rows = Rows(np.array(lens, np.int64))
         self.is_merged = is_merged
         self.count = 0  # operations so far
-        self.base = 0  # operations before it need not be followed any more, see `recover`
+        self.base = 0  # operations before it need not be followed any more, see `restart`
         self.base_rows = self.rows  # what a facade that is still before `base` sees
         self.is_stopped = False  # see `Passes.stop_engines`
         self._operation: _Operation | None = None
@@ -104,19 +93,9 @@ class Batch:
     ) -> tuple[int, Rows, Any]:
         """Execute operation number `cursor` of a facade, or return the result if another facade has done it.
 
-        Parameters
-        ----------
-        cursor : int
-            Operations that the facade has issued so far.
-        name, key
-            The operation and its arguments. They must be equal for all layers.
-        execute : callable
-            Does it and returns (result, rows afterwards). If it raises, the batch is unchanged.
-
-        Returns
-        -------
-        (cursor, rows, result)
-            The facade's next cursor, the rows that it sees now, and the result.
+        `name` and `key`, the operation and its arguments, must be equal for all layers. `execute` returns its result
+        and the rows afterwards; if it raises, the batch is unchanged. Return the facade's next cursor, the rows that it
+        sees now, and the result.
         """
         cursor = max(cursor, self.base)
         if cursor == self.count:
@@ -169,11 +148,11 @@ class Batch:
             self._forward.is_over = True
             self._forward = None
 
-    def recover(self, rows: Rows) -> None:
-        """Return to `rows`, the state before a forward pass that some layers have not done."""
+    def restart(self, rows: Rows) -> None:
+        """Have all layers see `rows`, whichever of them did the last operation."""
         self._end_pass()
         self.rows = self.base_rows = rows
-        self.count += 1  # now all layers are behind, also those that did the pass, and see `rows`
+        self.count += 1
         self.base = self.count
         self.missing = 0
         self._operation = None
@@ -283,13 +262,9 @@ class Batch:
             return chosen(passes.layout, held, [written.index(slot) for slot in slots])
 
         passes.checkpoints.save(passes.plan, read)
-        self.rows = self.base_rows = rows
         self.held = held
-        self.count += 1
-        self.base = self.count  # no facade has to follow
-        self.missing = 0
-        self._operation = None
-        self.passes.finish()
+        self.restart(rows)
+        passes.finish()
 
     def _load(self, plan: Any) -> None:
         """Load the states that a plan asks for, into every batch with a row that has one of them: forks share it."""

@@ -689,7 +689,7 @@ class PagedKV:
             if self.stored is not None:
                 self.stored.end_loads()
             if self.storage is not None:
-                moves = self.storage.resize(sizes)
+                self.storage.resize(sizes)
             else:
                 before, moves = self.pool.num_blocks, self.pool.resize(sizes)
                 try:
@@ -698,8 +698,6 @@ class PagedKV:
                 except BaseException:
                     self.pool.resize({0: min(before, sizes[0])})  # what is blank leaves again: nothing moves
                     raise
-            if self.stored is not None:
-                self.stored.moved(moves)
         mx.clear_cache()
 
     def sizes(self, call: str, num_blocks: int) -> dict[int, int]:

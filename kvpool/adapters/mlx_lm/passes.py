@@ -227,7 +227,7 @@ class Passes:
         reference, _, before = running
         batch = reference()
         if batch is not None:
-            batch.recover(before)
+            batch.restart(before)
         self.stop_engines()
         return True
 

@@ -3,10 +3,6 @@
 `Held` is never changed, only replaced. Its arrays and objects may belong to several batches: arrays of MLX are values,
 and a forward pass works on copies of unknown objects. So a state is never copied when it is shared, and the states
 before a pass are those that the batch still has.
-
-`SlotStates` has the contents of the state slots of a pool. It is for an engine whose plans name slots and not batches.
-A slot is one row of the states that a pass returned. The pool decides which slot a row reads and which it writes. It
-shares a slot with forks, and frees it.
 """
 
 from __future__ import annotations
@@ -62,7 +58,7 @@ def joined(layout: Layout, parts: Sequence[tuple[Held, int]]) -> Held:
 
 
 def _stacked(parts: Sequence[tuple[mx.array | None, int]]) -> mx.array | None:
-    """Rows without an array get zeros. They are empty rows, so nobody reads them (see `calls.parts_of`)."""
+    """Rows without an array get zeros. They are empty rows, so nobody reads them."""
     first = next((array for array, _ in parts if array is not None), None)
     if first is None:
         return None
@@ -108,12 +104,10 @@ class _Row(NamedTuple):
 
 
 class SlotStates:
-    """The contents of a pool's state slots.
+    """The contents of a pool's state slots, for an engine whose plans name slots and not batches.
 
-    Parameters
-    ----------
-    layout : Layout
-        Of the model.
+    A slot is one row of the states that a pass returned. The pool decides which slot a row reads and which it writes.
+    It shares a slot with forks, and frees it.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -160,12 +154,7 @@ class Checkpoints:
 
     A checkpoint is a bundle of blocks of arena 0. Its bytes are those of all arrays of all states of a sequence, one
     after the other; what is left of the last block is 0. docs/prefix.md says when a pool asks for loads and saves.
-
-    Parameters
-    ----------
-    layout : Layout
-    store
-        Has ``export_blocks`` and ``import_blocks`` for arena 0, as a `KVBackend` has.
+    `store` has ``export_blocks`` and ``import_blocks`` for arena 0, as a `KVBackend` has.
     """
 
     def __init__(self, layout: Layout, store: Any) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,25 +91,11 @@ _TIER_METRICS = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """Blocks of one layer group that a sequence has.
-
-    Attributes
-    ----------
-    at : int64 ``[n]``
-        Which blocks of the prompt they are.
-    ids : int32 ``[n, columns]``
-    """
+class Part(NamedTuple):
+    """Blocks of one layer group: which ones of a prompt they are, int64 ``[n]``."""
 
     group: int
-    arena: int
     at: np.ndarray
-    ids: np.ndarray
-
-    def some(self, which: slice | np.ndarray) -> Part:
-        """Some of them."""
-        return Part(self.group, self.arena, self.at[which], self.ids[which])
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +130,6 @@ class _Save:
     parts: list[Part]
     names: tuple[Blocks, ...] = ()
     lacking: deque[Part] | None = None
-    moves: list[dict[int, dict[int, int]]] = field(default_factory=list)  # of each resize since: arena, from, to
 
 
 class _Worker:
@@ -351,16 +336,19 @@ class StoredPrefixes:
         found = []
         for number, (group, size) in enumerate(zip(self._groups, self._sizes, strict=True)):
             if group.kind == "state":
-                bundle = self._pool.prefix.bundle(handle, number)
-                if len(bundle):
-                    found.append(Part(number, 0, np.array([end // size - 1]), bundle[None]))
+                has_state = len(self._pool.prefix.bundle(handle, number)) > 0
+                found.append(Part(number, np.arange(end // size - has_state, end // size)))
                 continue
-            table = self._pool.table(handle, number)
-            table = table.reshape(-1, group.columns)[: end // size]
-            at = np.flatnonzero(table[:, 0] >= self._first_id)
-            at = at[at >= begin // size] if group.kind == "full" else at
-            found.append(Part(number, group.arena, at, table[at]))
+            table = self._pool.table(handle, number).reshape(-1, group.columns)[: end // size, 0]
+            at = np.flatnonzero(table >= self._first_id)
+            found.append(Part(number, at[at >= begin // size] if group.kind == "full" else at))
         return found
+
+    def _ids(self, handle: int, part: Part) -> np.ndarray:
+        """Return where blocks of a sequence are now, int32 ``[n, columns]``."""
+        if self._groups[part.group].kind == "state":
+            return self._pool.prefix.bundle(handle, part.group).reshape(len(part.at), -1)
+        return self._pool.table(handle, part.group).reshape(-1, self._groups[part.group].columns)[part.at]
 
     def _nbytes(self, part: Part) -> int:
         return len(part.at) * self.layout.groups[part.group].nbytes
@@ -370,7 +358,7 @@ class StoredPrefixes:
         at = 0
         while at < len(part.at):
             end = at + max(1, nbytes // self.layout.groups[part.group].nbytes)
-            yield part.some(slice(at, end))
+            yield Part(part.group, part.at[at:end])
             at, nbytes = end, min(2 * nbytes, MOST_SLICE)
 
     def _fetch(self, load: _Load, parts: list[Part]) -> None:
@@ -404,10 +392,11 @@ class StoredPrefixes:
         moved = 0
         while load.come and moved < budget:
             part, rows, count = load.come[0]
-            ids = part.ids[:count]
             try:
                 if count:
-                    self._arenas[part.arena].import_blocks(ids.ravel(), rows[:count].reshape(ids.size, -1))
+                    ids = self._ids(load.handle, part)[:count]
+                    arena = self._arenas[self._groups[part.group].arena]
+                    arena.import_blocks(ids.ravel(), rows[:count].reshape(ids.size, -1))
             except BaseException:  # what comes behind it would be counted in its place
                 self._end(load, self._usable(load))
                 raise
@@ -442,11 +431,7 @@ class StoredPrefixes:
 
     def _end(self, load: _Load, length: int) -> None:
         """End a load: the first `length` tokens have come."""
-        with self._news:
-            load.is_over = True
-            self._staged -= sum(rows.nbytes for _, rows, _ in load.come)
-            self._news.notify()
-        load.come.clear()
+        self._stop(load)
         del self._loads[load.id]
         self._ended.append(load.id)
         if load.handle < 0:
@@ -460,6 +445,13 @@ class StoredPrefixes:
             self._count(loads=1, loaded_tokens=length - load.begin)
         self._pool.close(load.handle)
 
+    def _stop(self, load: _Load) -> None:
+        with self._news:
+            load.is_over = True
+            self._staged -= sum(rows.nbytes for _, rows, _ in load.come)
+            load.come.clear()
+            self._news.notify()
+
     def let_go(self) -> None:
         """Give back the blocks that loads and saves hold."""
         self.end_loads()
@@ -472,11 +464,6 @@ class StoredPrefixes:
         for load in list(self._loads.values()):
             self._count(dropped_loads=1)
             self._end(load, self._usable(load))
-
-    def moved(self, moves: Mapping[int, np.ndarray]) -> None:
-        """Note where `Pool.resize` has put the blocks that saves hold. `moves`: int32 ``[K, 2]`` of each arena."""
-        for save in self._saves:  # the writer may be reading their parts
-            save.moves.append({arena: dict(pairs.tolist()) for arena, pairs in moves.items()})
 
     # -- saves
 
@@ -512,7 +499,7 @@ class StoredPrefixes:
 
     def _has_room(self, save: _Save) -> bool:
         """Whether a save may hold its blocks beside the others. One alone may hold any number."""
-        held = sum(part.ids.size for one in (*self._saves, save) for part in one.parts)
+        held = sum(self._ids(one.handle, part).size for one in (*self._saves, save) for part in one.parts)
         within = len(self._saves) < MOST_SAVES and held <= PINNED_SHARE * self._pool.num_blocks
         return not self._saves or within
 
@@ -540,8 +527,8 @@ class StoredPrefixes:
         try:
             save.names = self.layout.blocks(save.tokens, save.namespace)
             for part in save.parts:
-                new = part.some(lacking(self.store, save.names[part.group][part.at]))
-                slices.extend(self._slices(new, FIRST_SLICE) if len(new.at) else ())
+                new = Part(part.group, part.at[lacking(self.store, save.names[part.group][part.at])])
+                slices.extend(self._slices(new, FIRST_SLICE))
         finally:
             with self._news:
                 save.lacking = slices
@@ -570,11 +557,8 @@ class StoredPrefixes:
 
     def _export_one(self, save: _Save, part: Part, nbytes: int) -> None:
         began = time.monotonic()
-        ids = part.ids.ravel().tolist()
-        for moves in save.moves:
-            where = moves.get(part.arena, {})
-            ids = [where.get(id, id) for id in ids]
-        rows = self._arenas[part.arena].export_blocks(np.array(ids, np.int64)).reshape(len(part.at), -1)
+        arena, ids = self._arenas[self._groups[part.group].arena], self._ids(save.handle, part)
+        rows = arena.export_blocks(ids.ravel()).reshape(len(part.at), -1)
         seconds = time.monotonic() - began
         self._export.add(nbytes, seconds)
         self._credit -= seconds
@@ -617,12 +601,8 @@ class StoredPrefixes:
 
     def forget(self) -> None:
         """Forget all loads and saves: the pool was reset."""
-        with self._news:
-            for load in self._loads.values():
-                load.is_over = True
-                self._staged -= sum(rows.nbytes for _, rows, _ in load.come)
-                load.come.clear()
-            self._news.notify()
+        for load in self._loads.values():
+            self._stop(load)
         self._loads.clear()
         self._saves.clear()
         self._ended.clear()
