@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -32,9 +31,9 @@ class Turns:
 
     def __init__(self, places: int, most: int, weights: Mapping[str, float]) -> None:
         self._free, self._most, self._weights = places, most, weights
-        self._waiting: list[tuple[float, str | None, asyncio.Future[None]]] = []
+        self._lines: dict[str | None, deque[tuple[asyncio.Future[None], float]]] = {}
         self._held: Counter[str | None] = Counter()
-        self._got: dict[str | None, float] = {}  # costs by weights, of calls that wait, too. A tenant has a key
+        self._got: dict[str | None, float] = {}  # costs by weights. There are as many tenants as keys
         self._now = 0.0  # what the tenant had got that was the last to begin: nobody who comes has got less
 
     async def hold(
@@ -44,17 +43,15 @@ class Turns:
 
         If nobody waits for it any more, it goes on for `patience` seconds at most. None: to its end.
         """
-        got, cost = max(self._got.get(tenant, 0.0), self._now), cost / self._weights.get(tenant or "", 1.0)
-        self._got[tenant] = got + cost
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((got, tenant, turn))
+        line, turn = self._lines.setdefault(tenant, deque()), asyncio.get_running_loop().create_future()
+        if not line:
+            self._got[tenant] = max(self._got.get(tenant, 0.0), self._now)
+        line.append((turn, cost))
         self._next()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._got[tenant] -= cost
-            else:  # its turn had come
+            if not turn.cancelled():  # its turn had come
                 self._leave(tenant)
             raise
         job = asyncio.ensure_future(work())
@@ -72,11 +69,17 @@ class Turns:
         self._next()
 
     def _next(self) -> None:
-        self._waiting = [one for one in self._waiting if not one[2].done()]  # cancelled
-        while self._free and (ready := [one for one in self._waiting if self._held[one[1]] < self._most]):
-            first = min(ready, key=itemgetter(0))
-            self._waiting.remove(first)
-            self._now, tenant, turn = first
+        while self._free:
+            for line in self._lines.values():
+                while line and line[0][0].done():  # cancelled
+                    line.popleft()
+            ready = [tenant for tenant, line in self._lines.items() if line and self._held[tenant] < self._most]
+            if not ready:
+                return
+            tenant = min(ready, key=self._got.__getitem__)
+            turn, cost = self._lines[tenant].popleft()
+            self._now = self._got[tenant]
+            self._got[tenant] += cost / self._weights.get(tenant or "", 1.0)
             self._free -= 1
             self._held[tenant] += 1
             turn.set_result(None)
