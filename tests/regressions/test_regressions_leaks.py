@@ -4,7 +4,6 @@ import gc
 
 import pytest
 from catalogue import idle
-from prefixes import cache
 
 from kvpool import Plan, Pool
 from kvpool.adapters.block_manager import KVBlockManager
@@ -39,29 +38,3 @@ def test_b13_copy_that_fails_counts_for_nothing(monkeypatch):
     manager.free(parent)
     manager.free(child)
     assert idle(manager.pool)
-
-
-def test_b5_step_of_an_aborted_request_completes_all_the_same(make_pool, make_plan):
-    """An abort took the id off a list, the completion was filtered by that list, and the blocks were held for ever."""
-    pool = make_pool()
-    plan = make_plan(pool)
-    handle = pool.open()
-    pool.step(plan, [handle], 9)
-    pool.close(handle)
-    assert pool.stats().limbo == 3
-    pool.done(plan)
-    assert idle(pool)
-
-
-def test_b12_every_pin_ends_with_its_unpin(make_pool, make_plan):
-    """A lookup pinned, the retrieval never came; an unpin after the last reference freed nothing."""
-    pool = make_pool(prefix_cache=True)
-    prompt = [1] * 4 + [2] * 4
-    cache(make_plan, pool, prompt)
-    for hit in (prompt, prompt[:4], [9] * 8):
-        pins = [pool.prefix.pin(hit) for _ in range(3)]
-        pool.prefix.unpin(pins.pop(0))
-        assert pool.stats().used == pool.num_tokens(pins[0]) // 4
-        for pin in pins:
-            pool.prefix.unpin(pin)
-        assert idle(pool) and pool.stats().evictable == 2

@@ -33,11 +33,3 @@ def test_f5_padding_is_the_null_block_and_no_slot(make_pool, make_plan, core):
     assert plan.slot_mapping.tolist() == [4, 5, -1, -1]
     assert plan.cu_q_lens.tolist() == [0, 2, 2, 2]
     assert plan.slot_ids.tolist() == [0, -1, -1]
-
-
-def test_f2_null_block_is_in_no_count(make_pool):
-    """The null block was counted as evictable."""
-    pool = make_pool(12, reserved_blocks=3)
-    stats = pool.stats()
-    assert (stats.blank, stats.evictable, stats.used) == (9, 0, 0)
-    assert pool.blocks.refcount_histogram().sum() == 9

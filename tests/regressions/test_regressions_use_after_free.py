@@ -1,7 +1,7 @@
 """Family C: used after it was freed, evicted while in use, steps that are late. See README.md."""
 
 import pytest
-from prefixes import cache, compute, serve
+from prefixes import cache, compute
 
 from kvpool.errors import OutOfBlocks, PlanStateError
 
@@ -69,25 +69,3 @@ def test_c15_hit_that_was_evicted_in_between_is_refused(make_pool, refused):
     pool.blocks.evict(1)
     with refused(pool, ValueError, "touch", block):
         pool.blocks.touch(block)
-
-
-def test_c11_orphan_of_an_evicted_parent_is_never_found(make_pool, make_plan):
-    """TensorRT-LLM PR15018: orphaned blocks came back with stale content."""
-    pool = make_pool(prefix_cache=True)
-    pool.close(serve(make_plan, pool, A + B))
-    pool.blocks.evict(1)  # a child leaves before its parent, so there is no orphan
-    assert pool.prefix.match(A + B + C) == 4
-    cache(make_plan, pool, A + C)
-    assert pool.prefix.match(A + B + C) == 4
-
-
-def test_c17_evicted_block_leaves_the_index_and_its_mark(make_pool, make_plan):
-    """vllm PR4761, PR5364, kvcached#362: a recycled block kept its old hash or its computed bit."""
-    pool = make_pool(3, prefix_cache=True)  # two blocks
-    for turn in range(10):
-        cache(make_plan, pool, [turn] * 4)
-        handle = pool.open()
-        compute(make_plan, pool, handle, 8)  # takes both
-        assert [pool.prefix.match([n] * 5) for n in range(turn + 1)] == [0] * (turn + 1)
-        pool.close(handle)
-        assert pool.stats().evictable == pool.prefix.stats().nodes == 0
