@@ -9,6 +9,7 @@ import pytest
 from kvpool import Plan, Pool
 from kvpool.testing import ModelPlan, ModelPool
 
+FORMATS = ("block_tables", "seq_lens", "positions", "slot_mapping")
 MARKS = {"prefix_cache": False}  # then callers mark what is cached
 PROGRAMS = {  # id: (blocks, options of the pool, program)
     "a2": (16, {}, "open a; step a 7; done; fork a b; step b,a 3; done; close a,b"),
@@ -31,7 +32,9 @@ PROGRAMS = {  # id: (blocks, options of the pool, program)
            "| open a; step a 8; step a 1 p1; done; !drop a 0; !compact a 5; rollback p1; step a 1; done; drop a 0"),
     "c3": (16, {}, "open a; step a 8; !cut a 0; done; cut a 0"),
     "c4": (4, {}, "open a; open b; step a 8; step b 1 p1; close a; step b 3 p2; !step b 1; done; done p1; step b 1"),
+    "c7": (4, {}, "serve a aaaabbbb; close a; pin p aaaabbbb; !open b jjjjjjjj; table p; unpin p; open b jjjjjjjj"),
     "c9": (16, {}, "open a aaaabbbbcccc; step a 6; done; commit a aaaabb; close a; match aaaabbbb; alloc x 14"),
+    "c10": (4, {}, "open a aaaabbbbcccc; step a 12; done; commit a aaaabbbbcccc"),
     "c11": (16, {}, "serve a aaaabbbb; close a; evict 1; match aaaabbbbcccc; serve b aaaacccc; match aaaabbbbc"),
     "c12": (16, {}, "serve a aaaabbbb; close a; serve b cccc; close b; match ccccbbbba; serve a ddddeeeeaaaa; close a;"
             "serve a eeeeffffbbbb; close a; match ddddeeeebbbba; match eeeeffffbbbba; match eeeebbbba"),
@@ -49,6 +52,7 @@ PROGRAMS = {  # id: (blocks, options of the pool, program)
     "e2": (16, {}, "serve a aaaabbbbcccc; match aaaa; match aaaab; match aaaabbb; match aaaabbbb; match aaaabbbbc"),
     "e4": (16, {}, "serve a aaaabbbb; reserve a 3; done; cut a 8; match aaaabbbbcccc"),
     "e8": (5, MARKS, "alloc x 2; free x; open a; step a 8; done; mark a; close a; open b; step b 16"),
+    "e10": (16, {}, "open a; step a 12; done; compact a 6; step a 5; done; !cut a 11; !cut a 18; cut a 14; step a 1"),
     "e13": (16, {}, "open a; open b; step a,b 3; done; reserve a 1; done; step b 1; done; reserve a 6; done; step b 5"
             "| open a; open b; step a,b 4; done; reserve a 4; done; step b 4"
             "| open a; open b; reserve a 13; step b 13 p1"),
@@ -66,7 +70,7 @@ class Side:
 
     def __init__(self, make_pool, make_plan, blocks, options):
         self.pool = make_pool(blocks, **{"block_size": 4, "prefix_cache": True, "seed": 1, "max_seqs": 16, **options})
-        self.plans = [make_plan(self.pool, 8, 64) for _ in range(3)]
+        self.plans = [make_plan(self.pool, 8, 64, formats=FORMATS) for _ in range(3)]
         self.handles, self.blocks = {}, {}
 
     def call(self, words):
@@ -80,7 +84,7 @@ class Side:
         try:
             if name in ("step", "reserve"):
                 getattr(pool, name)(plan, rows, n)
-                shown = (plan.block_tables, plan.slot_mapping[: plan.num_tokens], plan.seq_lens, plan.copies)
+                shown = [getattr(plan, array) for array in (*FORMATS, "copies")]
                 return [array.tolist() for array in shown]
             if name in ("done", "rollback"):
                 return getattr(pool, name)(plan)
@@ -120,7 +124,7 @@ class Side:
     def seen(self):
         """All that can be read."""
         pool, live = self.pool, [handle for handle in self.handles.values() if self.pool.is_open(handle)]
-        rows = [(pool.table(row).tolist(), pool.num_tokens(row), pool.capacity(row)) for row in live]
+        rows = [(pool.table(row).tolist(), pool.num_tokens(row), pool.kv_len(row), pool.capacity(row)) for row in live]
         counts = [pool.blocks.refcount(block) for block in range(pool.stats().reserved, pool.stats().num_blocks)]
         return rows, counts, tuple(pool.stats()), pool.options.prefix_cache and tuple(pool.prefix.stats())
 
