@@ -90,15 +90,18 @@ def load_target(text: str) -> Callable[..., Any]:
     return found
 
 
-def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool:
-    """Whether the factory may take these arguments, by its signature if it has one."""
+def _takes(factory: Callable[..., Any], *values: Any, **named: Any) -> bool | None:
+    """Whether the factory takes these arguments, by its signature. None: the signature does not tell."""
     try:
-        inspect.signature(factory).bind(*values, **named)
+        signature = inspect.signature(factory)
+    except ValueError:  # compiled
+        return None
+    try:
+        taken = signature.bind(*values, **named).arguments
     except TypeError:
         return False
-    except ValueError:  # compiled
-        pass
-    return True
+    anything = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return None if any(signature.parameters[name].kind in anything for name in taken) else True
 
 
 def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str, Any]) -> bool:
@@ -110,30 +113,33 @@ def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str,
     from kvpool.testing.fuzz_target import missing
 
     small = {"num_blocks": sizes["num_blocks"] or 8, "block_size": sizes["block_size"] or 2}
-    as_allocator, as_backend, reasons = _takes(factory, **small), _takes(factory, None, 8), []
-    if not as_allocator and _takes(factory, spec=None, num_blocks=8):
-        return False
-    if not (as_allocator or as_backend):
+    as_allocator, as_backend = _takes(factory, **small), _takes(factory, None, 8)
+    if as_backend and not _takes(factory, spec=None, num_blocks=8):
+        as_backend = None  # two arguments of other names can be anything
+    if as_allocator is False and as_backend is False:
         raise CommandError(f"--target {target}: it takes neither (num_blocks=, block_size=) nor (spec, num_blocks)")
-    if as_allocator:
+    reasons = []
+    if as_allocator is not False:
         try:
             lacks = missing(factory(**small))
-        except Exception:
-            lacks = None
-        if lacks == []:
-            return True
-        if lacks is not None:
+        except Exception as error:
+            if as_allocator or as_backend is False:
+                return True  # that is a finding
+            reasons.append(f"(num_blocks=, block_size=) raised {type(error).__name__}: {error}")
+        else:
+            if not lacks:
+                return True
             reasons.append(f"what it makes is not an allocator, it lacks {', '.join(lacks)}")
-    else:
-        reasons.append("the factory of an allocator has parameters named num_blocks and block_size")
-    if as_backend:
+    if as_backend and not as_allocator:
+        return False
+    if as_backend is None and not as_allocator:
         try:
             capabilities_of(factory)
             return False
         except Exception as error:
             reasons.append(f"(spec, num_blocks) made no backend: {type(error).__name__}: {error}")
-    if as_allocator and lacks is None:
-        return True  # that it raises is a finding
+            if as_allocator is False:
+                reasons.append("the factory of an allocator has parameters named num_blocks and block_size")
     raise CommandError(f"--target {target}: {'; '.join(reasons)}")
 
 

@@ -37,7 +37,7 @@ def typed(call: str, name: str, value: Any, kind: Any) -> Any:
     """A value of this type, or of one of several."""
     if not isinstance(value, kind):
         needed = getattr(kind, "__name__", kind)
-        raise TypeError(f"[{call}] {name} is a {type(value).__name__} ({value!r}), {needed} is needed")
+        raise TypeError(f"[{call}] {name} is a {type(value).__name__} ({value!r}), it must be {needed}")
     return value
 
 

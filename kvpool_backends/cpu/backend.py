@@ -99,7 +99,10 @@ class StoreBackend:
     def read(self: Any, step: AnyPlan, layer: int) -> tuple[Any, Any]:
         check_layer(self, "read", layer)
         store, lens = self._idle_store(), np.asarray(step.seq_lens)
-        arrays, views = self._zeros(len(lens), self.spec.num_kv_heads, int(lens.max(initial=0)))
+        width, most = step.block_tables.shape[1], int(lens.max(initial=0))
+        if most > width * self.spec.block_size:  # before there is memory for them
+            raise ValueError(f"[read] a context has {most} tokens, {width} blocks hold {width * self.spec.block_size}")
+        arrays, views = self._zeros(len(lens), self.spec.num_kv_heads, most)
         for row, n in enumerate(lens.tolist()):
             blocks = step.block_tables[row, : -(-n // self.spec.block_size)]
             store.gather(layer, blocks, *(x[row, :, :n].swapaxes(0, 1) for x in views))

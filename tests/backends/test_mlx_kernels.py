@@ -153,3 +153,10 @@ def test_on_a_gpu_without_metal_the_plain_route_is_taken(monkeypatch):
     assert MLXBackend(SPEC, 4).route == "plain"
     with pytest.raises(BackendUnavailable, match="MLX computes on"):
         MLXBackend(SPEC, 4, kernels=True)
+
+
+def test_read_of_more_tokens_than_its_blocks_hold_asks_for_no_memory():
+    backend = kernels(num_blocks=8)
+    step = backend.prepare(StepArrays(np.int32([[1, 2]]), np.int32([2**31 - 1]), np.int32([0, 1]), np.int32([-1])))
+    with pytest.raises(ValueError, match=r"\[read\] a context has 2147483647 tokens, 2 blocks hold 8"):
+        backend.read(step, 0)

@@ -151,6 +151,10 @@ def sound_by_other_names(n, b):
     return sound(n, b)
 
 
+def unsized_by_other_names(n, b):
+    return object()
+
+
 HERE = __name__
 
 
@@ -279,6 +283,7 @@ def test_interrupt_is_no_finding():
         (["builtins:dict"], "(spec, num_blocks) made no backend: TypeError: dict expected"),
         (["kvpool:Pool"], "it lacks num_free, append, free"),
         ([f"{HERE}:sound_by_other_names"], "parameters named num_blocks and block_size"),
+        ([f"{HERE}:unsized_by_other_names"], "parameters named num_blocks and block_size"),
         ([f"{HERE}:no_allocator"], "it lacks num_blocks, block_size, num_free, open, table, free"),
     ],
 )

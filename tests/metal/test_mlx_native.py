@@ -289,6 +289,13 @@ def falls_back(folder, caplog):
     return state["why"]
 
 
+@pytest.mark.parametrize("writes", [((),), (["k"] * 6,), (None,), (("k",) * 6,), ((("k", "text"),) * 5,)])
+def test_texts_of_kernels_in_another_shape_are_refused(native, writes):
+    kernel = ("k", "text")
+    with pytest.raises(TypeError, match=r"\[metal_texts\] kernel|\[metal_texts\] a kernel"):
+        load().metal_texts(writes, kernel, kernel, kernel)
+
+
 @pytest.fixture
 def copy(built, tmp_path):
     folder = tmp_path / "native"

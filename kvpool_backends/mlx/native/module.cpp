@@ -171,7 +171,9 @@ PyObject* layer(PyObject*, PyObject* args) {
 
 MetalText text_of(PyObject* pair) {
   const char *function, *text;
-  if (!PyArg_ParseTuple(pair, "ss", &function, &text)) throw Raised();
+  if (!PyTuple_Check(pair) || !PyArg_ParseTuple(pair, "ss", &function, &text)) {
+    throw Refusal{PyExc_TypeError, "[metal_texts] a kernel is (function, text)"};
+  }
   return {function, text};
 }
 
@@ -184,6 +186,9 @@ PyObject* metal_texts(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "O!OOO", &PyTuple_Type, &writes, &floats, &words, &factors)) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(writes); i++) {
       PyObject* kernels = PyTuple_GET_ITEM(writes, i);
+      if (!PyTuple_Check(kernels) || PyTuple_GET_SIZE(kernels) != 6) {
+        throw Refusal{PyExc_TypeError, "[metal_texts] kernels that write come in tuples of six"};
+      }
       auto& texts = made->write.emplace_back();
       for (int j = 0; j < 6; j++) {
         texts[{static_cast<kv_dtype>(j / 2), j % 2 == 1}] = text_of(PyTuple_GET_ITEM(kernels, j));
