@@ -710,7 +710,8 @@ cdef class BlockAPI:
     def drain_evicted(self):
         """Ids of cached blocks whose content was evicted since the last call, oldest first; int32 ``(n,)``.
 
-        An engine's index must forget these before it marks them again.
+        Those of `take` and `uncache` are not among them. An engine's index must forget these before it marks them
+        again.
         """
         cdef int32_t count = 0
         cdef int32_t* data
@@ -740,7 +741,7 @@ cdef class BlockAPI:
 
     @property
     def references(self):
-        """References on each block, by its id: ``references[block]``. Keep the object: it reads the present state."""
+        """References on each block, by its id, 0 for reserved ones: ``references[block]``. It reads the present state."""
         return References(self)
 
     cdef object each(self, object ids, str call, bint content):

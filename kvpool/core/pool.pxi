@@ -582,7 +582,7 @@ cdef class Pool:
         handles : ints
             int64, shape ``(n,)``, no duplicates.
         mask : buffer
-            bool or uint8, shape ``(n,)``; read before anything is closed.
+            bool or uint8, shape ``(n,)``, or a list of bools; read before anything is closed.
 
         Raises
         ------
