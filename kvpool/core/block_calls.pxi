@@ -741,7 +741,7 @@ cdef class BlockAPI:
 
     @property
     def references(self):
-        """References on each block, by its id, 0 for reserved ones: ``references[block]``. It reads the present state."""
+        """References on each block, by its id, 0 for reserved ones: ``references[block]``. It shows the present."""
         return References(self)
 
     cdef object each(self, object ids, str call, bint content):
