@@ -81,14 +81,14 @@ def test_tokens_of_every_family_equal_stock_alone(name):
     assert_all_free(kv)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma4_text"])
-def test_tokens_where_writes_are_lazy_equal_stock_alone(name):
+@pytest.mark.parametrize("name", ["llama4", "longcat_flash_ngram", "minimax_m3_vl", "qwen3_5", "gemma4_text"])
+def test_tokens_where_writes_are_lazy_equal_stock_alone_and_copy_no_array(name):
     model = family(name)
     prompts = prompts_of((5, 37, 23))
     own = [alone(model, prompt) for prompt in prompts]
     with install_on_cpu(model, kernels=False) as kv:
         assert together(model, prompts, prefill_step_size=16) == own
+        assert kv.settle() == kv.summary().mlx_pool_copies == 0
     assert_all_free(kv)
 
 

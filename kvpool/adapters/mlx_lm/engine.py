@@ -35,7 +35,7 @@ from kvpool.adapters.mlx_lm.chat import Transcript, encoded, is_conversation, re
 from kvpool.adapters.mlx_lm.eviction import Eviction
 from kvpool.adapters.mlx_lm.grammar import Follower, GrammarFailed, Grammars
 from kvpool.adapters.mlx_lm.host import BackendFactory, PagedKV, install
-from kvpool.adapters.mlx_lm.passes import FORMATS, LayerCache, Part, Rows, Turn, cut, in_parts, together
+from kvpool.adapters.mlx_lm.passes import FORMATS, LayerCache, Part, Rows, Turn, cut, in_parts, together, with_writes
 from kvpool.adapters.mlx_lm.sampling import SEED_MAX, LogitsNotFinite, Sampling, best, sample
 from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.adapters.mlx_lm.states import Held, SlotStates, arrays_of
@@ -985,6 +985,8 @@ class RaggedForward:
 
         found, held_by = in_parts(turn, lambda part: self.states.read(self._slots(turn.plan, "state_src", part)), run)
         logits = found[0][1] if len(found) == 1 else together(found, len(turn.new), turn.num_columns)
+        if turn.passes.layout.nested:
+            logits = with_writes(turn.passes, logits)
         if not len(rows):  # MLX never evaluates it
             return mx.zeros((0, logits.shape[-1]), mx.float32), held_by
         logits = logits.reshape(-1, logits.shape[-1])

@@ -348,6 +348,7 @@ class Part:
         is_even = bool((self.new == self.shape[1]).all())
         self._real = None if is_even else real_columns(self.new, self.shape[1])
         self.forwards: dict[tuple[int, int], Forward] = {}  # of each column of a group that a layer has asked for
+        self.reads: dict[int, Any] = {}  # storage -> what a layer took out of it at last, on the gathered route
         self.takes_input_whole = self.is_whole and self.shape[1] == turn.num_columns  # no cut
         self.is_fused = turn.passes.is_fused
         before, after = turn.before, turn.after
@@ -381,7 +382,13 @@ class Part:
         return self.forwards[key]
 
     def end(self) -> None:
-        """Store what is not stored yet, and refuse attention of this part from now on."""
+        """Store what is not stored yet, and refuse attention of this part from now on.
+
+        Reads start here, if another part follows: its writes wait for reads that run, and copy the pool for lazy ones.
+        """
+        if not self.is_whole:
+            mx.async_eval(self.reads)
+        self.reads.clear()
         for forward in self.forwards.values():
             if forward.late is not None:
                 forward.flush()
@@ -465,7 +472,7 @@ class LayerCache:
             values = mx.zeros((*values.shape[:3], 1), dtype)
         self._forward.put(place.array, keys, values)
         if not part.is_fused or (shape.latent and columns > 1):
-            self.keys, self.values = self._gathered(self._forward)
+            self.keys, self.values = part.reads[place.storage] = self._gathered(self._forward)
         elif shape.latent:
             self.keys, self.values = paged_latents(self._forward, *self._shown)
         else:
@@ -533,7 +540,8 @@ def call(
             batch.commit_inputs(turn, places, np.array(tokens).astype(np.int64))
         first = first + turn.new
         if (first == due).all():
-            return together(pairs, num_rows, num_columns)
+            result = together(pairs, num_rows, num_columns)
+            return with_writes(passes, result) if layout.nested else result
 
 
 def in_parts(
@@ -554,7 +562,7 @@ def in_parts(
             own.append(opened(layout, held, leaf) if place is None else LayerCache(part, leaf))
         result = run(build(layout.model.tree, own.__getitem__) if layout.nested else own, part)
         part.end()
-        results.append((part, _with_writes(turn.passes, result) if layout.nested else result))
+        results.append((part, result))
         if layout.held:
             held = {leaf: closed(layout, leaf, own[leaf]) for leaf in layout.held}
         held_by.append((part, held))
@@ -571,7 +579,7 @@ def _held_after(layout: Any, before: Held, held_by: list[tuple[Part, Held]], num
     return chosen(layout, joined(layout, pieces), np.argsort(np.concatenate([moved, idle])).tolist())
 
 
-def _with_writes(passes: Passes, result: Any) -> Any:
+def with_writes(passes: Passes, result: Any) -> Any:
     """Let a result depend on the writes of caches inside a CacheList.
 
     Some models fill such a cache long before they read it, so nobody would evaluate its writes.
