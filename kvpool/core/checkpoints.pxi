@@ -95,9 +95,9 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
     while n != NO_NODE:
         for k in range(gs.num_groups):
             g = &gs.group[k]
-            if g.kind == FULL_LAYERS or not ends_at(t, g, k, t.node[n].depth):
+            if g.kind == FULL_LAYERS or not ends_at(g, t.node[n].depth):
                 continue
-            index = t.node[n].depth // t.span[k] - 1
+            index = (t.node[n].depth >> g.scale) - 1
             if g.kept <= index < first_read(g, t.checkpoint[m].position):
                 continue
             known = node_entry(t, n, k)
@@ -545,12 +545,26 @@ cdef bint check_bundles(const Groups* gs, int32_t* named, char* finding) noexcep
     return False
 
 
+cdef bint check_checkpoint_line(const Tree* t, const Line* line, int32_t* count, char* finding) noexcept nogil:
+    """Each checkpoint of a line may leave, belongs there, and was used after the one before it."""
+    cdef int32_t m = line.head
+    cdef int64_t last = 0
+    if check_line(line, t.link, t.fresh_checkpoint, b"checkpoints", finding):
+        return True
+    while m != NO_CHECKPOINT and t.checkpoint[m].listed and t.checkpoint[m].stamp > last and line_of(t, m) == line:
+        last = t.checkpoint[m].stamp
+        m = t.link[m].next
+    if m != NO_CHECKPOINT:
+        return snprintf(finding, FINDING, b"checkpoint %d is in a line that is not its own, or too early", m) > 0
+    count[0] += line.size
+    return False
+
+
 cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil:
     """All checkpoints, their lines and their counters. `loads` is zero for each and for each block, and is again."""
     cdef const Tree* t = gs.tree
     cdef int32_t slots = gs.group[t.state_group].blocks.num_blocks if t.state_group >= 0 else 0
-    cdef int32_t m, k, count, saves = 0, listed = 0, num_loads = 0
-    cdef int64_t last
+    cdef int32_t m, k, count, saves = 0, listed = 0, in_lines = 0, num_loads = 0
     for k in range(slots):
         if t.load[k] != NO_CHECKPOINT:
             loads[t.load[k]] += 1
@@ -562,21 +576,14 @@ cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noe
         listed += (t.checkpoint[m].position > 0) & t.checkpoint[m].listed
         if t.checkpoint[m].position and check_checkpoint(gs, m, count, finding):
             return True
-    if num_loads != t.num_loads or saves != t.num_saves or listed != num_listed(t):
+    for k in range(2):
+        if check_checkpoint_line(t, &t.listed[k], &in_lines, finding):
+            return True
+    for k in range(PRIORITIES if t.keeping != NULL else 0):
+        if check_checkpoint_line(t, &t.keeping.checkpoints[k], &in_lines, finding):
+            return True
+    if num_loads != t.num_loads or saves != t.num_saves or not listed == in_lines == num_listed(t):
         return snprintf(finding, FINDING, b"counted %d loads, %d saves and %d checkpoints that may leave, the counters "
                         b"say %d, %d and %d", num_loads, saves, listed, t.num_loads, t.num_saves,
                         num_listed(t)) > 0
-    if check_bundles(gs, loads, finding):
-        return True
-    for k in range(2):
-        if check_line(&t.listed[k], t.link, t.fresh_checkpoint, b"checkpoints", finding):
-            return True
-        m = t.listed[k].head
-        last = 0
-        while m != NO_CHECKPOINT:
-            if line_of(<Tree*>t, m) != &t.listed[k] or not t.checkpoint[m].listed or t.checkpoint[m].stamp <= last:
-                return snprintf(finding, FINDING, b"checkpoint %d is in a line that is not its own, or too early",
-                                m) > 0
-            last = t.checkpoint[m].stamp
-            m = t.link[m].next
-    return False
+    return check_bundles(gs, loads, finding)
