@@ -75,13 +75,6 @@ cdef int32_t checkpoint_new(Groups* gs, int64_t position) noexcept nogil:
     return m
 
 
-cdef inline bint stands_for_node(const Tree* t, const LayerGroup* g, int32_t k, int32_t slot, int64_t index,
-                                 int32_t n) noexcept nogil:
-    """Whether an entry of a row, of a window or chunk, stands for a node."""
-    cdef int32_t first = group_row(g, slot)[index * g.columns]
-    return t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n
-
-
 cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
     """Count (`slot` >= 0: the row that has them) or uncount what a checkpoint needs of windows and chunks.
 
@@ -90,7 +83,7 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
     cdef Tree* t = gs.tree
     cdef LayerGroup* g
     cdef int32_t* known
-    cdef int32_t n = t.checkpoint[m].node, k, first
+    cdef int32_t n = t.checkpoint[m].node, k, first, own = NO_BLOCK
     cdef int64_t index
     while n != NO_NODE:
         for k in range(gs.num_groups):
@@ -102,13 +95,15 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
                 continue
             known = node_entry(t, n, k)
             first = known[0]
+            if slot >= 0:
+                own = group_row(g, slot)[index * g.columns]
             if slot >= 0 and first == NO_BLOCK:
-                known[0] = group_row(g, slot)[index * g.columns]
+                known[0] = own
                 known[1] = 0
                 tell_stored(t, g, k, n)
-            elif slot >= 0 and t.checkpoint[m].loads and stands_for_node(t, g, k, slot, index, n):
-                known[0] = group_row(g, slot)[index * g.columns]
-                if first != known[0] and g.blocks.block[first].place == EVICTABLE:
+            elif slot >= 0 and t.checkpoint[m].loads and stands_for(t, g, k, own, n):
+                known[0] = own
+                if first != own and g.blocks.block[first].place == EVICTABLE:
                     entry_blank(t, g, first)
             known[1] += 1 if slot >= 0 else -1
             if known[1] == 0:
@@ -284,8 +279,7 @@ cdef void publish_checkpoint(Groups* gs, int32_t slot, int32_t n, int64_t positi
         checkpoint_give_up(gs, m)
     if t.more[n].checkpoint == NO_CHECKPOINT:
         t.skipped += 1
-        return
-    if not is_new:
+    elif not is_new:
         checkpoint_refresh(t, t.more[n].checkpoint)
 
 
@@ -343,7 +337,7 @@ cdef void bundle_take(Groups* gs, int32_t m, int32_t slot, int64_t step) noexcep
     blocks_take_many(b, ids, t.bundle_size)
     for k in range(t.bundle_size):
         b.block[ids[k]].committed = True
-        t.stands[0][ids[k]].role = BUNDLE
+        t.stands[0][ids[k]].node, t.stands[0][ids[k]].role = m, BUNDLE
 
 
 cdef void bundle_saved(Groups* gs, int32_t m) noexcept nogil:
@@ -523,7 +517,8 @@ cdef bint check_checkpoint(const Groups* gs, int32_t m, int32_t loads, char* fin
                         one.node, one.row, <int>one.orphan) > 0
     for k in range(t.bundle_size):
         id = checkpoint_bundle(t, m)[k]
-        if t.stands[0][id].role != BUNDLE or gs.arena[0].block[id].place != (EVICTABLE if may_leave else USED):
+        if (t.stands[0][id].role != BUNDLE or t.stands[0][id].node != m
+                or gs.arena[0].block[id].place != (EVICTABLE if may_leave else USED)):
             return snprintf(finding, FINDING, b"block %d has role %d and place %d, it is of checkpoint %d", id,
                             <int>t.stands[0][id].role, <int>gs.arena[0].block[id].place, m) > 0
     return False

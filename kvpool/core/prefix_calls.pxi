@@ -39,23 +39,12 @@ cdef int64_t pool_next_handle(State* pool) noexcept nogil:
     return seq_next_handle(&pool.seqs) if pool.seqs.num_free_slots else -1
 
 
-cdef void count_lookup(Index* ix, int64_t tokens, int64_t hit, bint again) noexcept nogil:
-    """Count a prompt that was looked up; `again`: its request was admitted before, and may find what it computed."""
-    if again:
-        ix.again_queries += 1
-        ix.again_query_tokens += tokens
-        ix.again_hit_tokens += hit
-    else:
-        ix.queries += 1
-        ix.query_tokens += tokens
-        ix.hit_tokens += hit
-
-
 cdef void row_joins(State* pool, int32_t slot, const Ints* tokens, Name* name, uint32_t root_hash, const Hit* hit,
-                    int64_t cut, bint take, bint load) noexcept nogil:
+                    int64_t cut, bint take, bint load, bint again) noexcept nogil:
     """A new row is in a namespace: what the prefix cache knows of it."""
     cdef Groups* gs = pool.groups
     cdef RowPlaces* row = &gs.tree.row[slot]
+    cdef Lookups* counted = &pool.index.lookups[again]
     cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
     prefix.committed = prefix.done = prefix.forked_at = row.hit = gs.seqs.seq[slot].num_tokens
     prefix.published = hit.nodes
@@ -72,6 +61,9 @@ cdef void row_joins(State* pool, int32_t slot, const Ints* tokens, Name* name, u
     elif take and tokens.data != NULL:
         row.cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
         row.junction = min(hit.known * gs.block_size, row.cut)
+        counted.prompts += 1
+        counted.tokens += tokens.size
+        counted.hit_tokens += row.hit
 
 
 cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
@@ -91,15 +83,16 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     cdef Hit hit = no_hit(<uint32_t>hash & pool.index.keep)
     cdef int64_t[MAX_ARENAS] need
     cdef int32_t slot
-    cdef bint is_kept = keep != NULL and keep.priority, is_timed = keep != NULL and not is_kept and keep.ttl > 0
+    cdef bint is_kept = t != NULL and keep != NULL and keep.priority
+    cdef bint is_timed = t != NULL and keep != NULL and keep.priority == 0 and keep.ttl > 0
     if t == NULL and load and (gs.lets_go or gs.has_states):
         return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0)
     if tokens.size > gs.seq_tokens:
         return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
-    if t != NULL and load and judge_load(gs, tokens.size, v) != OK:
-        return v.reason
     if t != NULL:
         name = names_find(&pool.index.names, hash, space, size)
+        if load and judge_load(gs, tokens.size, v) != OK:
+            return v.reason
     if name != NULL and tokens.data != NULL and not (load and t.needs_checkpoints):     # its window begins elsewhere
         hit = tree_match(gs, name.slot, <uint32_t>hash & pool.index.keep, <const int32_t*>tokens.data,
                          max(tokens.size - take, <int64_t>0) // gs.block_size)
@@ -117,9 +110,7 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
             return v.reason
     slot = open_row(gs, tokens, &hit, need, reserve, take, load)
     if t != NULL:
-        row_joins(pool, slot, tokens, name, <uint32_t>hash & pool.index.keep, &hit, cut, take, load)
-        if take and not load and tokens.data != NULL:
-            count_lookup(&pool.index, tokens.size, s.seq[slot].num_tokens, again)
+        row_joins(pool, slot, tokens, name, <uint32_t>hash & pool.index.keep, &hit, cut, take, load, again)
     mix_open(gs, slot, &hit, need, load)
     if is_kept:
         t.row[slot].keep = keep[0]
@@ -291,11 +282,11 @@ cdef int pool_bundle(State* pool, int64_t handle, int64_t group, const int32_t**
         return v.reason
     if t == NULL or not 0 <= group < pool.groups.num_groups or pool.groups.group[group].kind != STATE_LAYERS:
         return refused(v, NO_STATE_GROUP, -1, group, 0, 0, 0)
+    first = pool.groups.group[t.state_group].table[slot]
     if pool.seqs.life[slot].life == LOADING:
         m = t.row[slot].taken[0]
-    else:
-        first = pool.groups.group[t.state_group].table[slot]
-        m = t.load[first] if first != NO_BLOCK else NO_CHECKPOINT
+    elif first != NO_BLOCK:
+        m = t.load[first]
     n[0] = t.span[group] if m != NO_CHECKPOINT else 0
     ids[0] = checkpoint_bundle(t, max(m, 0)) + t.offset[group]
     return OK
@@ -363,7 +354,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
     """A new sequence over what is cached of a prompt, or with blocks for a count; see `pool_open`."""
     cdef Ints prompt
     cdef object handle
-    cdef int64_t next_handle, place = -1
+    cdef int64_t next_handle = -2, place = -1       # no handle, and none that `pool_next_handle` tells
     cdef Directive told
     cdef Verdict v
     cdef int status = RETRY
@@ -384,19 +375,16 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             if prompt.data == NULL:
                 raise ValueError(f"[{call}] cut is {place}, but tokens are a number, not a prompt")
         while status == RETRY:
-            pool_enter(pool, call)
-            next_handle = pool_next_handle(pool)
-            pool_leave(pool)
             handle = next_handle            # made before anything moves
             pool_enter(pool, call)
-            status = RETRY if pool_next_handle(pool) != next_handle else pool_open(
-                pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place, take,
-                reserve, load, again, False, &told, &v)
-            pool_leave(pool)
+            if next_handle == pool_next_handle(pool):
+                status = pool_open(pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place,
+                                   take, reserve, load, again, False, &told, &v)
+            else:
+                next_handle = pool_next_handle(pool)
+            pool_end(pool, OK if status == RETRY else status, &v, call)
     finally:
         ints_free(&prompt)
-    if status != OK:
-        refuse(call, &v)
     return handle
 
 
@@ -675,8 +663,8 @@ cdef class PrefixCache:
         if blocks is not None:
             most = to_int(blocks, "limit_kept", "blocks", 0, 1 << 30)
         pool_enter(self.state, "limit_kept")
-        pool_end(self.state, pool_limit_kept(self.state, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), most,
-                                             &v), &v, "limit_kept")
+        pool_end(self.state, pool_limit_kept(self.state, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace),
+                                             most, &v), &v, "limit_kept")
 
     def flush(self, namespace=None):
         """Forget the cached blocks of a namespace, or of all.
@@ -719,17 +707,19 @@ cdef class PrefixCache:
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
         cdef Index ix
         cdef Tree t
+        cdef Lookups first, later
         cdef int32_t kept
         pool_enter(self.state, "stats")
         ix = self.state.index
+        first, later = ix.lookups[0], ix.lookups[1]
         t = self.state.groups.tree[0]
         kept = t.keeping.num_kept if t.keeping != NULL else 0
         pool_leave(self.state)
         return PrefixStats(
-            ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
+            first.prompts, first.tokens, first.hit_tokens, first.hit_tokens / <double>first.tokens if first.tokens
             else 0.0, t.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
             t.num_checkpoints, t.taken, t.published, t.used, t.skipped, t.evicted,
-            ix.again_queries, ix.again_query_tokens, ix.again_hit_tokens, kept)
+            later.prompts, later.tokens, later.hit_tokens, kept)
 
     def events(self):
         """Events since the last call, oldest first: tuples as docs/prefix.md lists them.

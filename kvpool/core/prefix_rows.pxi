@@ -87,7 +87,8 @@ cdef void count_own(const Groups* gs, const Hit* hit, int64_t* own) noexcept nog
             first = node_entry(t, t.path[((index + 1) << g.scale) - 1], k)[0]
             if g.blocks.block[first].place == EVICTABLE:
                 own[g.arena] += g.columns
-    own[0] += cached_of(gs, hit.checkpoint)
+    if hit.checkpoint != NO_CHECKPOINT and t.checkpoint[hit.checkpoint].listed:
+        own[0] += t.bundle_size
 
 
 cdef int judge_load(const Groups* gs, int64_t length, Verdict* v) noexcept nogil:
@@ -518,27 +519,16 @@ cdef void tree_flush(Groups* gs, const Name* name) noexcept nogil:
         ring_add(&t.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0, -1)
 
 
-cdef int32_t cached_of(const Groups* gs, int32_t m) noexcept nogil:
-    """Blocks of the bundle of a checkpoint that may leave."""
-    cdef const Tree* t = gs.tree
-    if m == NO_CHECKPOINT or t.bundle_size == 0 or gs.arena[0].block[checkpoint_bundle(t, m)[0]].place != EVICTABLE:
-        return 0
-    return t.bundle_size
-
-
 cdef int32_t tree_evictable(const Groups* gs, const Name* name) noexcept nogil:
     """Blocks that a flush of a namespace makes blank, NULL: of all. O(blocks)."""
     cdef const Tree* t = gs.tree
-    cdef int32_t k, id, m, j, slot, found = 0
+    cdef int32_t k, id, n, m, found = 0
     for k in range(gs.num_arenas):
         for id in range(gs.arena[k].num_blocks):
-            if gs.arena[k].block[id].place == EVICTABLE and t.stands[k][id].role != BUNDLE:
-                found += is_of(t, t.stands[k][id].node, name)
-    for m in range(t.fresh_checkpoint):
-        if t.checkpoint[m].position and t.checkpoint[m].node != NO_NODE and is_of(t, t.checkpoint[m].node, name):
-            found += cached_of(gs, m)
-    for slot in range(gs.seqs.max_seqs if t.bundle_size else 0):
-        if gs.seqs.life[slot].life == OPEN and row_is_of(gs.seqs, slot, name):
-            for j in range(MOST_TAKEN):
-                found += cached_of(gs, t.row[slot].taken[j])
+            if gs.arena[k].block[id].place != EVICTABLE:
+                continue
+            n = m = t.stands[k][id].node
+            if t.stands[k][id].role == BUNDLE:
+                n = t.checkpoint[m].node
+            found += is_of(t, n, name) if n != NO_NODE else row_is_of(gs.seqs, t.checkpoint[m].row, name)
     return found

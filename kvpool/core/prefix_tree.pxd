@@ -81,7 +81,7 @@ cdef struct NodeMore:           # what a node has besides where hits need checkp
 
 
 cdef struct Standing:           # of a block
-    int32_t node                # of its entry, if that is committed
+    int32_t node                # of its entry, if that is committed; of a bundle its checkpoint
     int32_t role
 
 

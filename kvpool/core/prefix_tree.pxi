@@ -281,7 +281,7 @@ cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
 
 
 cdef inline int32_t node_above(const Tree* t, int32_t n, int64_t depth) noexcept nogil:
-    """The node of the first `depth` base blocks of a prefix that ends at n, or of all if it has fewer; NO_NODE: none."""
+    """The node of the first `depth` base blocks of a prefix that ends at n, of all if it has fewer; NO_NODE: none."""
     while n != NO_NODE and t.node[n].depth > depth:
         n = t.node[n].parent
     return n
@@ -483,6 +483,11 @@ cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
     node_release(t, n)
 
 
+cdef inline bint stands_for(const Tree* t, const LayerGroup* g, int32_t k, int32_t first, int32_t n) noexcept nogil:
+    """Whether an entry, which does not wait, is one of a node."""
+    return t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n
+
+
 cdef int32_t entry_of_a_loading_row(const Groups* gs, int32_t k, int32_t n) noexcept nogil:
     """The entry of a window or chunk that the first row with a load pending has at a node, NO_BLOCK: none has one."""
     cdef const Tree* t = gs.tree
@@ -495,8 +500,7 @@ cdef int32_t entry_of_a_loading_row(const Groups* gs, int32_t k, int32_t n) noex
                 or index >= entries_of(g, slot, gs.seqs.seq[slot].num_blocks)):
             continue
         first = group_row(g, slot)[index * g.columns]
-        if (t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n
-                and g.blocks.block[first].refcount):
+        if stands_for(t, g, k, first, n) and g.blocks.block[first].refcount:
             return first
     return NO_BLOCK
 
@@ -757,7 +761,7 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
         first = node_entry(t, n, k)[0]
         if first == NO_BLOCK:
             continue
-        if t.stands[g.arena][first].node != n or t.stands[g.arena][first].role != 1 + k:
+        if not stands_for(t, g, k, first, n):
             return snprintf(finding, FINDING, b"block %d of arena %d is canonical at node %d, and stands for %d", first,
                             g.arena, n, t.stands[g.arena][first].node) > 0
         if g.blocks.block[first].place == USED and unwritten(g.blocks, first):
