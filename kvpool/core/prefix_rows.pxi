@@ -370,6 +370,7 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, uint32_t h, cons
     cdef Tree* t = gs.tree
     cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
     cdef int32_t above = t.row[slot].node, n, k
+    cdef bint waits = prefix.published < depth - 1 or gs.arena[0].oldest_pending and held_back(gs, slot, depth, True)
     cdef LayerGroup* g
     cdef const int32_t* ids
     cdef int64_t index
@@ -390,12 +391,16 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, uint32_t h, cons
             continue
         index = (depth >> g.scale) - 1
         ids = group_row(g, slot) + index * g.columns
-        if not g.kept <= index < g.seq[slot].gone and t.stands[g.arena][ids[0]].role == NO_ROLE:
+        if g.kept <= index < g.seq[slot].gone:
+            continue
+        if t.stands[g.arena][ids[0]].role == NO_ROLE:
             entry_commit(t, g, k, ids, n)
-    if prefix.published == depth - 1:
-        publish_block(gs, slot, depth, n)
-    else:
+        if not waits:
+            entry_admit(t, g, k, ids[0])
+    if waits:
         t.has_waiting = True
+    else:
+        published(gs, slot, depth, n)
 
 
 cdef inline int32_t full_entry(const LayerGroup* g, int32_t slot, int64_t depth) noexcept nogil:
@@ -405,43 +410,49 @@ cdef inline int32_t full_entry(const LayerGroup* g, int32_t slot, int64_t depth)
     return group_row(g, slot)[((depth >> g.scale) - 1) * g.columns]
 
 
-cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
-    """Publish what a row has at the node of its base block `depth` - 1: all of it, or none; what is before it was.
+cdef bint held_back(const Groups* gs, int32_t slot, int64_t depth, bint commits) noexcept nogil:
+    """Whether what a row has at its base block `depth` - 1 goes on to wait.
 
-    It goes on to wait if a pending plan has to copy an entry, or if one has no role. That is a copy that was made after
-    its tokens were committed, or what a rollback put back: nobody said what it holds.
+    A pending plan has to copy an entry of a full group; or one has no role, unless the row commits it now. That is a
+    copy that was made after its tokens were committed, or what a rollback put back: nobody said what it holds.
     """
-    cdef Tree* t = gs.tree
     cdef const LayerGroup* g
     cdef int32_t k, first
     for k in range(gs.num_groups):
         g = &gs.group[k]
         first = full_entry(g, slot, depth)
-        if first != NO_BLOCK and (unwritten(g.blocks, first) or t.stands[g.arena][first].role == NO_ROLE):
-            t.has_waiting = True
-            return
-    for k in range(gs.num_groups):
-        first = full_entry(&gs.group[k], slot, depth)
-        if first != NO_BLOCK:
-            entry_admit(t, &gs.group[k], k, first)
+        if first != NO_BLOCK and (unwritten(g.blocks, first) or (
+                not commits and gs.tree.stands[g.arena][first].role == NO_ROLE)):
+            return True
+    return False
+
+
+cdef inline void published(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
+    """Hits may find what a row has at the node of its base block `depth` - 1, and all before it."""
     gs.seqs.prefix[slot].published = depth
-    if t.needs_checkpoints:
+    if gs.tree.needs_checkpoints:
         publish_checkpoint(gs, slot, n, depth * gs.block_size)
 
 
 cdef void publish_row(Groups* gs, int32_t slot) noexcept nogil:
-    """Publish what waits in a row, in order, as far as its content exists."""
+    """Publish what waits in a row, in order, as far as its content exists: of a node all of it, or none."""
     cdef Tree* t = gs.tree
     cdef const SeqPrefix* prefix = &gs.seqs.prefix[slot]
     cdef int64_t depth = prefix.committed // t.block_size, full = depth
-    cdef int32_t n = t.row[slot].node
+    cdef int32_t n = t.row[slot].node, k, first
     while depth > prefix.published:
         t.path[depth - 1] = n
         n = t.node[n].parent
         depth -= 1
-    while depth < full and depth == prefix.published:
-        depth += 1
-        publish_block(gs, slot, depth, t.path[depth - 1])
+    for depth in range(depth + 1, full + 1):
+        if held_back(gs, slot, depth, False):
+            t.has_waiting = True
+            return
+        for k in range(gs.num_groups):
+            first = full_entry(&gs.group[k], slot, depth)
+            if first != NO_BLOCK:
+                entry_admit(t, &gs.group[k], k, first)
+        published(gs, slot, depth, t.path[depth - 1])
 
 
 cdef void tree_publish(Groups* gs) noexcept nogil:
@@ -449,7 +460,7 @@ cdef void tree_publish(Groups* gs) noexcept nogil:
     cdef int32_t slot
     if not gs.tree.has_waiting:
         return
-    gs.tree.has_waiting = False                 # `publish_block` finds those that still do
+    gs.tree.has_waiting = False                 # `publish_row` finds those that still do
     for slot in range(gs.seqs.max_seqs):
         if row_waits(gs, slot):
             publish_row(gs, slot)

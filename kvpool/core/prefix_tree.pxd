@@ -248,7 +248,7 @@ cdef void keeping_free(Tree* t) noexcept nogil
 cdef void keeping_reset(Tree* t) noexcept nogil
 cdef void ends_free(Ends* e) noexcept nogil
 cdef void ends_reset(Ends* e, int64_t room) noexcept nogil
-cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil
+cdef bint evict_warm(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil
 cdef uint64_t retention_fingerprint(const Tree* t, uint64_t h) noexcept nogil
 cdef bint check_retention(const Groups* gs, int32_t* seen, char* finding) noexcept nogil
 cdef void node_passes_on(Tree* t, int32_t n) noexcept nogil

@@ -426,7 +426,7 @@ cdef void tell_removed(Tree* t, int32_t k, int32_t n) noexcept nogil:
 
 cdef inline bint ends_at(const LayerGroup* g, int64_t depth) noexcept nogil:
     """Whether an entry of a group ends with so many base blocks."""
-    return g.kind != STATE_LAYERS and depth & ((<int64_t>1 << g.scale) - 1) == 0
+    return g.kind != STATE_LAYERS and (g.scale == 0 or depth & ((<int64_t>1 << g.scale) - 1) == 0)
 
 
 cdef inline bint row_waits(const Groups* gs, int32_t slot) noexcept nogil:
@@ -464,7 +464,8 @@ cdef inline void entry_admit(Tree* t, const LayerGroup* g, int32_t k, int32_t fi
     standing.role -= WAITS
     if known[0] == NO_BLOCK:
         known[0] = first
-        tell_stored(t, g, k, standing.node)
+        if t.key != NULL:
+            tell_stored(t, g, k, standing.node)
     else:
         t.index.duplicates += 1
 
@@ -578,10 +579,10 @@ cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t
     cdef const int32_t* entry = t.entry + t.offset[k]
     cdef const int32_t* column_after = t.column_after[g.arena]
     cdef int64_t stride = t.stride, index
-    cdef int32_t columns = g.columns, n, id, c
+    cdef int32_t columns = g.columns, span = 1 << g.scale, n, id, c
     cdef bint is_full = g.kind == FULL_LAYERS
     for index in range(first, end):
-        n = t.path[((index + 1) << g.scale) - 1]
+        n = t.path[(index + 1) * span - 1]
         id = entry[n * stride]
         row[index * columns] = id
         if is_full and b.block[id].place == EVICTABLE:
@@ -597,7 +598,7 @@ cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t
 
 # ---- making room -------------------------------------------------------------------------------------------
 
-cdef void node_empty(Groups* gs, int32_t n, bint flushed) noexcept nogil:
+cdef inline void node_empty(Groups* gs, int32_t n, bint flushed) noexcept nogil:
     """The idle entries of a node leave, and its checkpoint if it may.
 
     `flushed`: nobody finds the node any more, and what of it is in use is blank when it is released.
@@ -637,6 +638,10 @@ cdef void node_empty(Groups* gs, int32_t n, bint flushed) noexcept nogil:
     node_release(t, n)
 
 
+cdef void unit_evict(Groups* gs, int32_t n) noexcept nogil:
+    node_empty(gs, n, False)
+
+
 cdef void checkpoint_evict(Groups* gs, int32_t m) noexcept nogil:
     gs.tree.evicted += 1
     checkpoint_drop(gs, m)
@@ -658,6 +663,18 @@ cdef int32_t oldest_checkpoint(const Tree* t) noexcept nogil:
 cdef inline bint warm_is_next(const Tree* t, int32_t m) noexcept nogil:
     """Whether the first warm unit leaves before a checkpoint."""
     return m == NO_CHECKPOINT or 2 * (t.clock - t.more[t.warm.head].stamp) > checkpoint_age(t, m)
+
+
+cdef inline bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
+    """Evict what leaves first of the units, of the checkpoints, or of both. Returns whether anything may leave."""
+    cdef Tree* t = gs.tree
+    cdef int32_t n = t.cold.head if has_units else NO_NODE
+    if has_units and not t.needs_checkpoints and t.keeping == NULL:
+        n = t.warm.head                         # no unit is cold, and there are no checkpoints
+    if n == NO_NODE:
+        return evict_warm(gs, has_units, has_checkpoints)
+    unit_evict(gs, n)
+    return True
 
 
 cdef extern from *:

@@ -112,7 +112,7 @@ cdef bint evict_aside(Groups* gs, int32_t rank, bint has_units, bint has_checkpo
     cdef int32_t n = t.keeping.units[rank].head if has_units else NO_NODE
     cdef int32_t m = t.keeping.checkpoints[rank].head if has_checkpoints else NO_CHECKPOINT
     if n != NO_NODE and (m == NO_CHECKPOINT or t.more[n].stamp < t.checkpoint[m].stamp):
-        node_empty(gs, n, False)
+        unit_evict(gs, n)
     elif m != NO_CHECKPOINT:
         checkpoint_evict(gs, m)
     else:
@@ -120,23 +120,21 @@ cdef bint evict_aside(Groups* gs, int32_t rank, bint has_units, bint has_checkpo
     return True
 
 
-cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
-    """Evict what leaves first of the units, of the checkpoints, or of both. Returns whether anything may leave.
-
-    What is kept is set aside when it is its turn, and leaves when nothing else is left.
-    """
+cdef bint evict_warm(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
+    """`evict_next` where no unit is cold: what is kept is set aside, and leaves when nothing else is left."""
     cdef Tree* t = gs.tree
-    cdef int32_t n = t.cold.head if has_units else NO_NODE, m, rank
-    if n == NO_NODE and seldom(t.keeping != NULL) and evict_aside(gs, 0, has_units, has_checkpoints):
+    cdef int32_t m, n, rank
+    if t.keeping != NULL and evict_aside(gs, 0, has_units, has_checkpoints):
         return True
-    while n == NO_NODE:
+    while True:
         m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
         if has_units and t.warm.size and warm_is_next(t, m):
             n = t.warm.head
-            if seldom(t.node[n].rank):
-                line_remove(&t.warm, t.unit, n)
-                unit_set_aside(t, n)
-                n = NO_NODE
+            if t.node[n].rank == 0:
+                unit_evict(gs, n)
+                return True
+            line_remove(&t.warm, t.unit, n)
+            unit_set_aside(t, n)
         elif m == NO_CHECKPOINT:
             break
         elif checkpoint_rank(t, m) == 0:
@@ -145,9 +143,6 @@ cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept 
         else:
             line_remove(line_of(t, m), t.link, m)
             checkpoint_set_aside(t, m)
-    if n != NO_NODE:
-        node_empty(gs, n, False)
-        return True
     for rank in range(1, PRIORITIES if t.keeping != NULL else 0):
         if evict_aside(gs, rank, has_units, has_checkpoints):
             return True
