@@ -75,13 +75,6 @@ cdef int32_t checkpoint_new(Groups* gs, int64_t position) noexcept nogil:
     return m
 
 
-cdef inline bint stands_for_node(const Tree* t, const LayerGroup* g, int32_t k, int32_t slot, int64_t index,
-                                 int32_t n) noexcept nogil:
-    """Whether an entry of a row, of a window or chunk, stands for a node."""
-    cdef int32_t first = group_row(g, slot)[index * g.columns]
-    return t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n
-
-
 cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
     """Count (`slot` >= 0: the row that has them) or uncount what a checkpoint needs of windows and chunks.
 
@@ -90,25 +83,27 @@ cdef void checkpoint_tails(Groups* gs, int32_t m, int32_t slot) noexcept nogil:
     cdef Tree* t = gs.tree
     cdef LayerGroup* g
     cdef int32_t* known
-    cdef int32_t n = t.checkpoint[m].node, k, first
+    cdef int32_t n = t.checkpoint[m].node, k, first, own = NO_BLOCK
     cdef int64_t index
     while n != NO_NODE:
         for k in range(gs.num_groups):
             g = &gs.group[k]
-            if g.kind == FULL_LAYERS or not ends_at(t, g, k, t.node[n].depth):
+            if g.kind == FULL_LAYERS or not ends_at(g, t.node[n].depth):
                 continue
-            index = t.node[n].depth // t.span[k] - 1
+            index = (t.node[n].depth >> g.scale) - 1
             if g.kept <= index < first_read(g, t.checkpoint[m].position):
                 continue
             known = node_entry(t, n, k)
             first = known[0]
+            if slot >= 0:
+                own = group_row(g, slot)[index * g.columns]
             if slot >= 0 and first == NO_BLOCK:
-                known[0] = group_row(g, slot)[index * g.columns]
+                known[0] = own
                 known[1] = 0
                 tell_stored(t, g, k, n)
-            elif slot >= 0 and t.checkpoint[m].loads and stands_for_node(t, g, k, slot, index, n):
-                known[0] = group_row(g, slot)[index * g.columns]
-                if first != known[0] and g.blocks.block[first].place == EVICTABLE:
+            elif slot >= 0 and t.checkpoint[m].loads and stands_for(t, g, k, own, n):
+                known[0] = own
+                if first != own and g.blocks.block[first].place == EVICTABLE:
                     entry_blank(t, g, first)
             known[1] += 1 if slot >= 0 else -1
             if known[1] == 0:
@@ -284,8 +279,7 @@ cdef void publish_checkpoint(Groups* gs, int32_t slot, int32_t n, int64_t positi
         checkpoint_give_up(gs, m)
     if t.more[n].checkpoint == NO_CHECKPOINT:
         t.skipped += 1
-        return
-    if not is_new:
+    elif not is_new:
         checkpoint_refresh(t, t.more[n].checkpoint)
 
 
@@ -343,7 +337,7 @@ cdef void bundle_take(Groups* gs, int32_t m, int32_t slot, int64_t step) noexcep
     blocks_take_many(b, ids, t.bundle_size)
     for k in range(t.bundle_size):
         b.block[ids[k]].committed = True
-        t.stands[0][ids[k]].role = BUNDLE
+        t.stands[0][ids[k]].node, t.stands[0][ids[k]].role = m, BUNDLE
 
 
 cdef void bundle_saved(Groups* gs, int32_t m) noexcept nogil:
@@ -523,7 +517,8 @@ cdef bint check_checkpoint(const Groups* gs, int32_t m, int32_t loads, char* fin
                         one.node, one.row, <int>one.orphan) > 0
     for k in range(t.bundle_size):
         id = checkpoint_bundle(t, m)[k]
-        if t.stands[0][id].role != BUNDLE or gs.arena[0].block[id].place != (EVICTABLE if may_leave else USED):
+        if (t.stands[0][id].role != BUNDLE or t.stands[0][id].node != m
+                or gs.arena[0].block[id].place != (EVICTABLE if may_leave else USED)):
             return snprintf(finding, FINDING, b"block %d has role %d and place %d, it is of checkpoint %d", id,
                             <int>t.stands[0][id].role, <int>gs.arena[0].block[id].place, m) > 0
     return False
@@ -545,12 +540,26 @@ cdef bint check_bundles(const Groups* gs, int32_t* named, char* finding) noexcep
     return False
 
 
+cdef bint check_checkpoint_line(const Tree* t, const Line* line, int32_t* count, char* finding) noexcept nogil:
+    """Each checkpoint of a line may leave, belongs there, and was used after the one before it."""
+    cdef int32_t m = line.head
+    cdef int64_t last = 0
+    if check_line(line, t.link, t.fresh_checkpoint, b"checkpoints", finding):
+        return True
+    while m != NO_CHECKPOINT and t.checkpoint[m].listed and t.checkpoint[m].stamp > last and line_of(t, m) == line:
+        last = t.checkpoint[m].stamp
+        m = t.link[m].next
+    if m != NO_CHECKPOINT:
+        return snprintf(finding, FINDING, b"checkpoint %d is in a line that is not its own, or too early", m) > 0
+    count[0] += line.size
+    return False
+
+
 cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil:
     """All checkpoints, their lines and their counters. `loads` is zero for each and for each block, and is again."""
     cdef const Tree* t = gs.tree
     cdef int32_t slots = gs.group[t.state_group].blocks.num_blocks if t.state_group >= 0 else 0
-    cdef int32_t m, k, count, saves = 0, listed = 0, num_loads = 0
-    cdef int64_t last
+    cdef int32_t m, k, count, saves = 0, listed = 0, in_lines = 0, num_loads = 0
     for k in range(slots):
         if t.load[k] != NO_CHECKPOINT:
             loads[t.load[k]] += 1
@@ -562,21 +571,14 @@ cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noe
         listed += (t.checkpoint[m].position > 0) & t.checkpoint[m].listed
         if t.checkpoint[m].position and check_checkpoint(gs, m, count, finding):
             return True
-    if num_loads != t.num_loads or saves != t.num_saves or listed != num_listed(t):
+    for k in range(2):
+        if check_checkpoint_line(t, &t.listed[k], &in_lines, finding):
+            return True
+    for k in range(PRIORITIES if t.keeping != NULL else 0):
+        if check_checkpoint_line(t, &t.keeping.checkpoints[k], &in_lines, finding):
+            return True
+    if num_loads != t.num_loads or saves != t.num_saves or not listed == in_lines == num_listed(t):
         return snprintf(finding, FINDING, b"counted %d loads, %d saves and %d checkpoints that may leave, the counters "
                         b"say %d, %d and %d", num_loads, saves, listed, t.num_loads, t.num_saves,
                         num_listed(t)) > 0
-    if check_bundles(gs, loads, finding):
-        return True
-    for k in range(2):
-        if check_line(&t.listed[k], t.link, t.fresh_checkpoint, b"checkpoints", finding):
-            return True
-        m = t.listed[k].head
-        last = 0
-        while m != NO_CHECKPOINT:
-            if line_of(<Tree*>t, m) != &t.listed[k] or not t.checkpoint[m].listed or t.checkpoint[m].stamp <= last:
-                return snprintf(finding, FINDING, b"checkpoint %d is in a line that is not its own, or too early",
-                                m) > 0
-            last = t.checkpoint[m].stamp
-            m = t.link[m].next
-    return False
+    return check_bundles(gs, loads, finding)

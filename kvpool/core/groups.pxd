@@ -221,7 +221,7 @@ cdef struct Limits:             # what the plan at hand can take
 cdef void log_release(const Log* log, Blocks* b) noexcept nogil
 
 cdef struct Tree                # of the prefix cache, which is told of what happens to rows; docs/prefix.md
-cdef void tree_free(Tree* t) noexcept nogil
+cdef void tree_free(Groups* gs) noexcept nogil
 cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil
 cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil
 cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil

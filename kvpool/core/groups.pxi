@@ -43,7 +43,7 @@ cdef void groups_free(Groups* gs) noexcept nogil:
     for k in range(1, gs.num_arenas):
         blocks_free(gs.arena[k])
     if gs.tree != NULL:
-        tree_free(gs.tree)
+        tree_free(gs)
     xfree(gs.more)
     xfree(gs)
 
@@ -114,49 +114,6 @@ cdef void row_begin(LayerGroup* g, int32_t slot) noexcept nogil:
     tail_of(g, slot).epoch = 0
     set_gone(g, slot, 0)
     new_version(g, slot)
-
-
-cdef int groups_open(Groups* gs, const Ints* tokens, bint reserve, bint load, bint asked, Verdict* v) noexcept nogil:
-    """A new sequence in a pool without a prefix cache, with entries for a number of tokens. See `pool_open`."""
-    cdef Seqs* s = gs.seqs
-    cdef LayerGroup* g
-    cdef int64_t[MAX_ARENAS] need
-    cdef int64_t taken = 0, spare, blocks = blocks_for(gs, tokens.size if gs.has_entries and reserve else 0)
-    cdef int32_t k, slot
-    for k in range(gs.num_groups if load else 0):
-        if gs.group[k].kind != FULL_LAYERS:
-            return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0)
-    if tokens.size > gs.seq_tokens:
-        return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
-    memset(need, 0, sizeof(need))
-    for k in range(gs.num_groups):
-        g = &gs.group[k]
-        if g.kind != STATE_LAYERS:
-            need[g.arena] += <int64_t>entries_for(g, blocks) * g.columns
-    for k in range(gs.num_arenas):
-        spare = s.watermark if k == 0 else 0
-        if need[k] and need[k] + spare > blocks_available(gs.arena[k]):
-            blocks_short(gs.arena[k], v, k, -1, -1, need[k], need[k] + spare - blocks_available(gs.arena[k]))
-            v.value, v.low = tokens.size, spare
-            return v.reason
-        taken += need[k]
-    if s.num_free_slots == 0:
-        return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
-    if asked:
-        return OK
-    slot = seq_new(s)
-    for k in range(gs.num_groups):
-        g = &gs.group[k]
-        row_begin(g, slot)
-        blocks_take_many(g.blocks, group_row(g, slot), entries_of(g, slot, blocks) * g.columns)
-    s.seq[slot].num_blocks = <int32_t>blocks
-    s.sum_blocks += blocks
-    tails_refresh(gs, slot)
-    gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), taken), untagged(s, s.seq[slot].handle))
-    if load:
-        seq_begin_load(s, slot)
-        gs.arena[0].digest = mix(gs.arena[0].digest, OP_LOADED)
-    return OK
 
 
 cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) noexcept nogil:

@@ -1,6 +1,12 @@
 """What the prefix cache of a pool has beside its tree: the hash of contents, namespaces, events, counters."""
 
 
+cdef struct Lookups:            # prompts that were looked up
+    int64_t prompts
+    int64_t tokens
+    int64_t hit_tokens
+
+
 cdef struct Index:
     uint32_t keep               # bits of the hash that count: all, fewer in tests
     uint64_t seed
@@ -9,11 +15,6 @@ cdef struct Index:
     int64_t inserted            # counters of use
     int64_t duplicates
     int64_t evicted
-    int64_t queries
-    int64_t query_tokens
-    int64_t hit_tokens
-    int64_t again_queries       # the same of requests that were admitted before
-    int64_t again_query_tokens
-    int64_t again_hit_tokens
+    Lookups[2] lookups          # [1]: of requests that were admitted before, and may find what they computed
     Names names
     Ring ring

@@ -39,19 +39,34 @@ cdef int64_t pool_next_handle(State* pool) noexcept nogil:
     return seq_next_handle(&pool.seqs) if pool.seqs.num_free_slots else -1
 
 
-cdef void count_lookup(Index* ix, int64_t tokens, int64_t hit, bint again) noexcept nogil:
-    """Count a prompt that was looked up; `again`: its request was admitted before, and may find what it computed."""
-    if again:
-        ix.again_queries += 1
-        ix.again_query_tokens += tokens
-        ix.again_hit_tokens += hit
-    else:
-        ix.queries += 1
-        ix.query_tokens += tokens
-        ix.hit_tokens += hit
+cdef void row_joins(State* pool, int32_t slot, const Ints* tokens, Name* name, uint32_t root_hash, const Hit* hit,
+                    int64_t cut, bint take, bint load, bint again) noexcept nogil:
+    """A new row is in a namespace: what the prefix cache knows of it."""
+    cdef Groups* gs = pool.groups
+    cdef RowPlaces* row = &gs.tree.row[slot]
+    cdef Lookups* counted = &pool.index.lookups[again]
+    cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
+    prefix.committed = prefix.done = prefix.forked_at = row.hit = gs.seqs.seq[slot].num_tokens
+    prefix.published = hit.nodes
+    prefix.name = name
+    prefix.root_hash = root_hash
+    row.cut = row.junction = row.keep.priority = 0
+    row.node = gs.tree.path[hit.nodes - 1] if hit.nodes else NO_NODE
+    if hit.nodes:
+        gs.tree.node[row.node].users += 1
+    memset(row.taken, 0xFF, sizeof(row.taken))          # NO_CHECKPOINT
+    if load:
+        row.cut = tokens.size
+        checkpoint_load(gs, slot, tokens.size)
+    elif take and tokens.data != NULL:
+        row.cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
+        row.junction = min(hit.known * gs.block_size, row.cut)
+        counted.prompts += 1
+        counted.tokens += tokens.size
+        counted.hit_tokens += row.hit
 
 
-cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t space_size, int64_t cut, bint take,
+cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
                    bint reserve, bint load, bint again, bint asked, const Directive* keep, Verdict* v) noexcept nogil:
     """Match, judge, then commit. `take`: the last token is computed. `reserve`: blocks for the rest of the prompt.
 
@@ -60,9 +75,67 @@ cdef int pool_open(State* pool, const Ints* tokens, const char* space, int64_t s
     is committed. `keep`: NULL or with priority 0: none, its ttl is then that of a pin. Else the sequence gets the
     handle that `pool_next_handle` told.
     """
-    if has_tree(pool):
-        return tree_open(pool, tokens, space, space_size, cut, take, reserve, load, again, asked, keep, v)
-    return groups_open(pool.groups, tokens, reserve, load, asked, v)
+    cdef Groups* gs = pool.groups
+    cdef Seqs* s = &pool.seqs
+    cdef Tree* t = gs.tree
+    cdef Name* name = NULL
+    cdef uint64_t hash = names_hash(&pool.index.names, space, size) if t != NULL else 0
+    cdef Hit hit = no_hit(<uint32_t>hash & pool.index.keep)
+    cdef int64_t[MAX_ARENAS] need
+    cdef int32_t slot
+    cdef bint is_kept = t != NULL and keep != NULL and keep.priority
+    cdef bint is_timed = t != NULL and keep != NULL and keep.priority == 0 and keep.ttl > 0
+    if t == NULL and load and (gs.lets_go or gs.has_states):
+        return refused(v, CANNOT_LOAD, -1, 0, 0, 0, 0)
+    if tokens.size > gs.seq_tokens:
+        return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
+    if t != NULL:
+        name = names_find(&pool.index.names, hash, space, size)
+        if load and judge_load(gs, tokens.size, v) != OK:
+            return v.reason
+    if name != NULL and tokens.data != NULL and not (load and t.needs_checkpoints):     # its window begins elsewhere
+        hit = tree_match(gs, name.slot, <uint32_t>hash & pool.index.keep, <const int32_t*>tokens.data,
+                         max(tokens.size - take, <int64_t>0) // gs.block_size)
+    if judge_open(gs, tokens, &hit, reserve, load, need, v) != OK:
+        return v.reason
+    if s.num_free_slots == 0:
+        return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
+    if asked:
+        return OK
+    if (is_kept and keeping_init(t) != OK) or (is_timed and pins_init(t, s.max_seqs) != OK):
+        return refused(v, NO_MEMORY, -1, t.room, 0, 0, 0)
+    if t != NULL:
+        name = enter_name(pool, name, hash, space, size, v)
+        if name == NULL:
+            return v.reason
+    slot = open_row(gs, tokens, &hit, need, reserve, take, load)
+    if t != NULL:
+        row_joins(pool, slot, tokens, name, <uint32_t>hash & pool.index.keep, &hit, cut, take, load, again)
+    mix_open(gs, slot, &hit, need, load)
+    if is_kept:
+        t.row[slot].keep = keep[0]
+        row_keep(gs, slot, keep)
+    if is_timed:
+        ends_insert(t.pins, t.now, slot, t.now + keep.ttl, NO_NODE)
+        gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_PIN_TTL), keep.ttl)
+    return OK
+
+
+cdef void mix_open(Groups* gs, int32_t slot, const Hit* hit, const int64_t* need, bint load) noexcept nogil:
+    """The digest of a new row; its bytes come from elsewhere from now on if it is loaded."""
+    cdef uint64_t digest = mix(gs.arena[0].digest, OP_OPEN)
+    cdef int64_t taken = 0
+    cdef int32_t k
+    for k in range(gs.num_arenas):
+        taken += need[k]
+    if gs.tree != NULL:
+        digest = mix(mix(mix(digest, gs.seqs.seq[slot].num_blocks), hit.digest), hit.nodes)
+    else:
+        digest = mix(digest, taken)
+    gs.arena[0].digest = mix(digest, untagged(gs.seqs, gs.seqs.seq[slot].handle))
+    if load:
+        seq_begin_load(gs.seqs, slot)
+        gs.arena[0].digest = mix(gs.arena[0].digest, OP_LOADED)
 
 
 cdef int64_t pool_match(State* pool, const Ints* prompt, const char* space, int64_t space_size) noexcept nogil:
@@ -146,113 +219,24 @@ cdef int pool_flush(State* pool, const char* space, int64_t size, int32_t* count
     cdef Index* ix = &pool.index
     cdef uint64_t hash = names_hash(&ix.names, space, size) if size >= 0 else 0
     cdef Name* name = names_find(&ix.names, hash, space, size) if size >= 0 else NULL
-    cdef int32_t blank = 0
-    if size < 0 or name != NULL:
-        blank = tree_evictable(pool.groups, name)
+    cdef bint is_known = size < 0 or name != NULL
+    cdef int32_t blank = tree_evictable(pool.groups, name) if is_known else 0
     if count[0] != blank:
         count[0] = blank
         return RETRY
-    if size < 0:
-        flush_all_of(pool, NULL)
-    elif flush_name(pool, name, hash, space, size, v) != OK:
-        return v.reason
-    pool.blocks.digest = mix(mix(pool.blocks.digest, OP_FLUSH), <uint64_t>blank)
-    pool.blocks.digest = mix_bytes(pool.blocks.digest, <const unsigned char*>space, size)
-    return OK
-
-
-cdef int flush_name(State* pool, Name* name, uint64_t hash, const char* space, int64_t size, Verdict* v) noexcept nogil:
-    """`name` NULL: the namespace is not known; that is an event all the same."""
-    cdef Index* ix = &pool.index
-    if name == NULL and ix.ring.limit == 0:
-        return OK
-    if name == NULL:
+    if not is_known and ix.ring.limit:      # that is an event all the same
         name = name_new(&ix.names, hash, space, size)
         if name == NULL:
             return refused(v, NO_MEMORY, -1, 1, 0, 0, 0)
-    else:
+    elif name != NULL:
         name.references += 1                # it is forgotten when its last user is gone
-        flush_all_of(pool, name)
-    ring_add(&ix.ring, CLEARED, NULL, NULL, name, NULL, 0, -1)
-    name_let_go(name)
-    return OK
-
-
-cdef void flush_all_of(State* pool, const Name* name) noexcept nogil:
-    """Forget every node of a namespace, NULL: all; sequences go on without the index."""
-    cdef int32_t slot
-    tree_flush(pool.groups, name)
-    for slot in range(pool.seqs.max_seqs):
-        if seq_has_blocks(&pool.seqs, slot) and row_is_of(&pool.seqs, slot, name):
-            seq_leave_name(&pool.seqs, slot)
-    if name == NULL:
-        ring_add(&pool.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0, -1)
-
-
-cdef int tree_open(State* pool, const Ints* tokens, const char* space, int64_t size, int64_t cut, bint take,
-                   bint reserve, bint load, bint again, bint asked, const Directive* keep, Verdict* v) noexcept nogil:
-    cdef Groups* gs = pool.groups
-    cdef Tree* t = gs.tree
-    cdef Seqs* s = gs.seqs
-    cdef Index* ix = &pool.index
-    cdef Hit hit
-    cdef int64_t[MAX_ARENAS] need
-    cdef uint64_t hash = names_hash(&ix.names, space, size)
-    cdef uint32_t root_hash = <uint32_t>hash & ix.keep
-    cdef Name* name = names_find(&ix.names, hash, space, size)
-    cdef int32_t slot = s.free_slot[s.first_free] if s.num_free_slots else -1, j
-    cdef bint is_timed = keep != NULL and keep.priority == 0 and keep.ttl > 0
-    hit.known = hit.nodes = 0
-    hit.checkpoint = NO_CHECKPOINT
-    hit.digest = root_hash
-    if tokens.size > gs.seq_tokens:
-        return refused(v, PROMPT_TOO_LONG, -1, tokens.size, 0, gs.seq_tokens, 0)
-    if load and judge_load(gs, tokens.size, v) != OK:
-        return v.reason
-    if name != NULL and tokens.data != NULL and not (load and t.needs_checkpoints):     # its window begins elsewhere
-        hit = tree_match(gs, name.slot, root_hash, <const int32_t*>tokens.data,
-                         max(tokens.size - take, <int64_t>0) // gs.block_size)
-    if judge_open(gs, tokens, &hit, reserve, load, need, v) != OK:
-        return v.reason
-    if slot < 0:
-        return refused(v, OUT_OF_SEQUENCES, -1, 1, 0, s.max_seqs, s.num_open)
-    if asked:
-        return OK
-    if (keep != NULL and keep.priority and keeping_init(t) != OK) or (is_timed and pins_init(t, s.max_seqs) != OK):
-        return refused(v, NO_MEMORY, -1, t.room, 0, 0, 0)
-    name = enter_name(pool, name, hash, space, size, v)
-    if name == NULL:
-        return v.reason
-    tree_begin(gs, slot, tokens, &hit, need, reserve, take, load)
-    s.prefix[slot].committed = s.prefix[slot].done = s.prefix[slot].forked_at = s.seq[slot].num_tokens
-    s.prefix[slot].published = hit.nodes
-    s.prefix[slot].name = name
-    s.prefix[slot].root_hash = root_hash
-    t.row[slot].hit = s.seq[slot].num_tokens
-    t.row[slot].cut = t.row[slot].junction = 0
-    t.row[slot].node = t.path[hit.nodes - 1] if hit.nodes else NO_NODE
-    if hit.nodes:
-        t.node[t.row[slot].node].users += 1
-    for j in range(MOST_TAKEN):
-        t.row[slot].taken[j] = NO_CHECKPOINT
-    if load:
-        t.row[slot].cut = tokens.size
-        checkpoint_load(gs, slot, tokens.size)
-    elif take and tokens.data != NULL:
-        t.row[slot].cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
-        t.row[slot].junction = min(hit.known * gs.block_size, t.row[slot].cut)
-        count_lookup(ix, tokens.size, s.seq[slot].num_tokens, again)
-    gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), s.seq[slot].num_blocks), hit.digest)
-    gs.arena[0].digest = mix(mix(gs.arena[0].digest, hit.nodes), untagged(s, s.seq[slot].handle))
-    if load:
-        seq_begin_load(s, slot)
-        gs.arena[0].digest = mix(gs.arena[0].digest, OP_LOADED)
-    t.row[slot].keep.priority = 0
-    if keep != NULL and keep.priority:
-        t.row[slot].keep = keep[0]
-        row_keep(gs, slot, keep)
-    if is_timed:
-        pin_until(gs, slot, keep.ttl)
+    if is_known:
+        tree_flush(pool.groups, name)
+    if name != NULL:
+        ring_add(&ix.ring, CLEARED, NULL, NULL, name, NULL, 0, -1)
+        name_let_go(name)
+    pool.blocks.digest = mix(mix(pool.blocks.digest, OP_FLUSH), <uint64_t>blank)
+    pool.blocks.digest = mix_bytes(pool.blocks.digest, <const unsigned char*>space, size)
     return OK
 
 
@@ -298,11 +282,11 @@ cdef int pool_bundle(State* pool, int64_t handle, int64_t group, const int32_t**
         return v.reason
     if t == NULL or not 0 <= group < pool.groups.num_groups or pool.groups.group[group].kind != STATE_LAYERS:
         return refused(v, NO_STATE_GROUP, -1, group, 0, 0, 0)
+    first = pool.groups.group[t.state_group].table[slot]
     if pool.seqs.life[slot].life == LOADING:
         m = t.row[slot].taken[0]
-    else:
-        first = pool.groups.group[t.state_group].table[slot]
-        m = t.load[first] if first != NO_BLOCK else NO_CHECKPOINT
+    elif first != NO_BLOCK:
+        m = t.load[first]
     n[0] = t.span[group] if m != NO_CHECKPOINT else 0
     ids[0] = checkpoint_bundle(t, max(m, 0)) + t.offset[group]
     return OK
@@ -370,7 +354,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
     """A new sequence over what is cached of a prompt, or with blocks for a count; see `pool_open`."""
     cdef Ints prompt
     cdef object handle
-    cdef int64_t next_handle, place = -1
+    cdef int64_t next_handle = -2, place = -1       # no handle, and none that `pool_next_handle` tells
     cdef Directive told
     cdef Verdict v
     cdef int status = RETRY
@@ -391,19 +375,16 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
             if prompt.data == NULL:
                 raise ValueError(f"[{call}] cut is {place}, but tokens are a number, not a prompt")
         while status == RETRY:
-            pool_enter(pool, call)
-            next_handle = pool_next_handle(pool)
-            pool_leave(pool)
             handle = next_handle            # made before anything moves
             pool_enter(pool, call)
-            status = RETRY if pool_next_handle(pool) != next_handle else pool_open(
-                pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place, take,
-                reserve, load, again, False, &told, &v)
-            pool_leave(pool)
+            if next_handle == pool_next_handle(pool):
+                status = pool_open(pool, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), place,
+                                   take, reserve, load, again, False, &told, &v)
+            else:
+                next_handle = pool_next_handle(pool)
+            pool_end(pool, OK if status == RETRY else status, &v, call)
     finally:
         ints_free(&prompt)
-    if status != OK:
-        refuse(call, &v)
     return handle
 
 
@@ -456,10 +437,7 @@ cdef class PrefixCache:
         cdef int64_t found
         ints_init(&prompt, &self.state.spare)
         try:
-            if type(namespace) is not bytes:
-                raise TypeError(f"[match] namespace must be bytes, not {type(namespace).__name__}")
-            ints_get(&prompt, tokens, "match", "tokens", False, True)
-            ints_tokens(&prompt, "match")
+            read_prompt(&prompt, tokens, namespace, True, False, "match")
             pool_enter(self.state, "match")
             found = pool_match(self.state, &prompt, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace))
             pool_leave(self.state)
@@ -497,7 +475,6 @@ cdef class PrefixCache:
         cdef Ints rows, new, all_tokens
         cdef Directive told
         cdef Verdict v
-        cdef int status
         read_keep(&told, keep, "commit")
         ints_init(&rows, &self.state.spare)
         ints_init(&new, &self.state.spare)
@@ -509,14 +486,12 @@ cdef class PrefixCache:
             ints_get(&all_tokens, tokens, "commit", "tokens", False, True)
             ints_tokens(&all_tokens, "commit")
             pool_enter(self.state, "commit")
-            status = pool_commit(self.state, &rows, &new, &all_tokens, counts is None, &told, &v)
-            pool_leave(self.state)
+            pool_end(self.state, pool_commit(self.state, &rows, &new, &all_tokens, counts is None, &told, &v), &v,
+                     "commit")
         finally:
             ints_free(&rows)
             ints_free(&new)
             ints_free(&all_tokens)
-        if status != OK:
-            refuse("commit", &v)
 
     def committed(self, handle):
         """Tokens of a sequence that `commit` was told, or `open` found: the position from which `commit` goes on.
@@ -530,9 +505,7 @@ cdef class PrefixCache:
         slot = seq_judge_any(&self.state.seqs, wanted, -1, &v)
         if slot >= 0:
             found = self.state.seqs.prefix[slot].committed
-        pool_leave(self.state)
-        if slot < 0:
-            refuse("committed", &v)
+        pool_end(self.state, OK if slot >= 0 else v.reason, &v, "committed")
         return found
 
     def bundle(self, handle, group):
@@ -561,11 +534,9 @@ cdef class PrefixCache:
             status = pool_bundle(self.state, wanted, number, &ids, &found, &v)
             if status == OK and found != room:
                 status = RETRY
-            elif status == OK:
+            elif status == OK and found:
                 memcpy(data, ids, room * sizeof(int32_t))
-            pool_leave(self.state)
-        if status != OK:
-            refuse("bundle", &v)
+            pool_end(self.state, OK if status == RETRY else status, &v, "bundle")
         return blocks
 
     def wanted(self, handles):
@@ -596,11 +567,9 @@ cdef class PrefixCache:
             for k in range(rows.size if status == OK else 0):
                 found[k] = next_checkpoint(self.state.groups.tree, slot_of(ints_at(&rows, k)),
                                            self.state.seqs.seq[slot_of(ints_at(&rows, k))].num_tokens)
-            pool_leave(self.state)
+            pool_end(self.state, status, &v, "wanted")
         finally:
             ints_free(&rows)
-        if status != OK:
-            refuse("wanted", &v)
         return result
 
     def pin(self, tokens, namespace=b"", *, ttl=None):
@@ -670,12 +639,8 @@ cdef class PrefixCache:
         """
         cdef int64_t wanted = to_int(now, "tick", "now", 0, INT64_MAX >> 1)
         cdef Verdict v
-        cdef int status
         pool_enter(self.state, "tick")
-        status = pool_tick(self.state, wanted, &v)
-        pool_leave(self.state)
-        if status != OK:
-            refuse("tick", &v)
+        pool_end(self.state, pool_tick(self.state, wanted, &v), &v, "tick")
 
     def limit_kept(self, namespace, blocks):
         """Limit how much a namespace may keep: a directive that asks for more keeps the first of its tokens.
@@ -693,16 +658,13 @@ cdef class PrefixCache:
         """
         cdef int64_t most = NO_LIMIT
         cdef Verdict v
-        cdef int status
         if type(namespace) is not bytes:
             raise TypeError(f"[limit_kept] namespace must be bytes, not {type(namespace).__name__}")
         if blocks is not None:
             most = to_int(blocks, "limit_kept", "blocks", 0, 1 << 30)
         pool_enter(self.state, "limit_kept")
-        status = pool_limit_kept(self.state, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace), most, &v)
-        pool_leave(self.state)
-        if status != OK:
-            refuse("limit_kept", &v)
+        pool_end(self.state, pool_limit_kept(self.state, PyBytes_AS_STRING(namespace), PyBytes_GET_SIZE(namespace),
+                                             most, &v), &v, "limit_kept")
 
     def flush(self, namespace=None):
         """Forget the cached blocks of a namespace, or of all.
@@ -728,9 +690,7 @@ cdef class PrefixCache:
             blank = max(count, 0)               # made before anything moves
             pool_enter(self.state, "flush")
             status = pool_flush(self.state, space, size, &count, &v)
-            pool_leave(self.state)
-        if status != OK:
-            refuse("flush", &v)
+            pool_end(self.state, OK if status == RETRY else status, &v, "flush")
         return blank
 
     @property
@@ -739,7 +699,7 @@ cdef class PrefixCache:
         cdef int64_t found = 0
         pool_enter_any(self.state, "nbytes")
         if self.state.groups != NULL:               # else the pool was shut down
-            found = tree_nbytes(self.state.groups.tree, self.state.groups)
+            found = tree_nbytes(self.state.groups)
         pool_leave(self.state)
         return found
 
@@ -747,17 +707,19 @@ cdef class PrefixCache:
         """Counters of the prefix cache, O(1); see `kvpool.stats.PrefixStats`."""
         cdef Index ix
         cdef Tree t
+        cdef Lookups first, later
         cdef int32_t kept
         pool_enter(self.state, "stats")
         ix = self.state.index
+        first, later = ix.lookups[0], ix.lookups[1]
         t = self.state.groups.tree[0]
         kept = t.keeping.num_kept if t.keeping != NULL else 0
         pool_leave(self.state)
         return PrefixStats(
-            ix.queries, ix.query_tokens, ix.hit_tokens, ix.hit_tokens / <double>ix.query_tokens if ix.query_tokens
+            first.prompts, first.tokens, first.hit_tokens, first.hit_tokens / <double>first.tokens if first.tokens
             else 0.0, t.num_nodes, ix.inserted, ix.duplicates, ix.evicted, ix.names.size,
             t.num_checkpoints, t.taken, t.published, t.used, t.skipped, t.evicted,
-            ix.again_queries, ix.again_query_tokens, ix.again_hit_tokens, kept)
+            later.prompts, later.tokens, later.hit_tokens, kept)
 
     def events(self):
         """Events since the last call, oldest first: tuples as docs/prefix.md lists them.

@@ -10,12 +10,20 @@ cdef inline bint has_full(const Groups* gs, int32_t n, int64_t depth) noexcept n
     cdef int32_t k, first
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if g.kind == FULL_LAYERS and ends_at(t, g, k, depth):
+        if g.kind == FULL_LAYERS and ends_at(g, depth):
             first = node_entry(t, n, k)[0]
             if first == NO_BLOCK:
                 return False
             kv_prefetch(&g.blocks.block[first])
     return True
+
+
+cdef inline Hit no_hit(uint64_t digest) noexcept nogil:
+    cdef Hit hit
+    hit.known = hit.nodes = 0
+    hit.checkpoint = NO_CHECKPOINT
+    hit.digest = digest
+    return hit
 
 
 cdef Hit tree_match(const Groups* gs, int32_t name, uint32_t root_hash, const int32_t* tokens,
@@ -26,14 +34,11 @@ cdef Hit tree_match(const Groups* gs, int32_t name, uint32_t root_hash, const in
     prove, and fetch what a hit changes.
     """
     cdef const Tree* t = gs.tree
-    cdef Hit hit
+    cdef Hit hit = no_hit(root_hash)
     cdef uint32_t[IN_FLIGHT] hashes
     cdef uint32_t h = root_hash
     cdef int64_t bs = t.block_size, first = 0, size
     cdef int32_t n = NO_NODE, at, k, depth
-    hit.known = hit.nodes = 0
-    hit.checkpoint = NO_CHECKPOINT
-    hit.digest = root_hash
     while hit.known == first < most:
         size = min(most - first, <int64_t>(IN_FLIGHT if first else RAMP))
         for k in range(size):
@@ -75,14 +80,15 @@ cdef void count_own(const Groups* gs, const Hit* hit, int64_t* own) noexcept nog
     cdef int32_t k, first
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        low = first_read(g, hit.nodes * t.block_size)
-        for index in range(hit.nodes // t.span[k] if g.kind != STATE_LAYERS else 0):
+        low = first_read(g, hit.nodes * gs.block_size)
+        for index in range(hit.nodes >> g.scale if g.kind != STATE_LAYERS else 0):
             if g.kept <= index < low:
                 continue
-            first = node_entry(t, t.path[(index + 1) * t.span[k] - 1], k)[0]
+            first = node_entry(t, t.path[((index + 1) << g.scale) - 1], k)[0]
             if g.blocks.block[first].place == EVICTABLE:
                 own[g.arena] += g.columns
-    own[0] += cached_of(gs, hit.checkpoint)
+    if hit.checkpoint != NO_CHECKPOINT and t.checkpoint[hit.checkpoint].listed:
+        own[0] += t.bundle_size
 
 
 cdef int judge_load(const Groups* gs, int64_t length, Verdict* v) noexcept nogil:
@@ -112,29 +118,31 @@ cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint reserve
     cdef const LayerGroup* g
     cdef int64_t[MAX_ARENAS] own
     cdef int64_t size = gs.block_size, total = blocks_for(gs, tokens.size if reserve else hit.nodes * size)
-    cdef int64_t spare, available
+    cdef int64_t spare, short_by
     cdef int32_t k
-    cdef bint is_tight = False
-    memset(own, 0, sizeof(own))
+    cdef bint is_counted = False
     memset(need, 0, MAX_ARENAS * sizeof(int64_t))
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if g.kind == STATE_LAYERS:
             need[g.arena] += hit.nodes > 0 or load
         else:
-            need[g.arena] += (entries_for(g, total) - hit.nodes // gs.tree.span[k]) * <int64_t>g.columns
+            need[g.arena] += (entries_for(g, total) - (hit.nodes >> g.scale)) * <int64_t>g.columns
             if load:
                 need[g.arena] -= let_go_by(g, tokens.size) * g.columns
-    need[0] += gs.tree.bundle_size if load else 0
-    for k in range(gs.num_arenas):
-        is_tight |= need[k] > 0 and need[k] + gs.seqs.watermark > gs.arena[k].num_blank
-    if is_tight:
-        count_own(gs, hit, own)
+    if load and gs.tree != NULL:
+        need[0] += gs.tree.bundle_size
     for k in range(gs.num_arenas):
         spare = gs.seqs.watermark if k == 0 else 0
-        available = blocks_available(gs.arena[k]) - own[k]
-        if need[k] and need[k] + spare > available:
-            blocks_short(gs.arena[k], v, k, -1, -1, need[k], need[k] + spare - available)
+        if need[k] == 0 or need[k] + spare <= gs.arena[k].num_blank:
+            continue                            # whatever the hit takes
+        if not is_counted:
+            memset(own, 0, sizeof(own))
+            count_own(gs, hit, own)
+            is_counted = True
+        short_by = need[k] + spare - (blocks_available(gs.arena[k]) - own[k])
+        if short_by > 0:
+            blocks_short(gs.arena[k], v, k, -1, -1, need[k], short_by)
             v.evictable -= own[k]
             v.value, v.other, v.low = tokens.size, hit.nodes * size, spare
             return v.reason
@@ -142,21 +150,15 @@ cdef int judge_open(Groups* gs, const Ints* tokens, const Hit* hit, bint reserve
 
 
 cdef void open_group(Groups* gs, int32_t k, int32_t slot, const Hit* hit) noexcept nogil:
-    cdef Tree* t = gs.tree
+    """A row gets what is found of it, in a group of entries."""
     cdef LayerGroup* g = &gs.group[k]
     cdef int32_t* row = group_row(g, slot)
-    cdef int64_t entries, kept, low, i
-    if g.kind == STATE_LAYERS:
-        if hit.nodes:
-            blocks_take_many(g.blocks, row, 1)
-        return
-    entries = hit.nodes // t.span[k]
-    kept = min(<int64_t>g.kept, entries)
-    low = first_read(g, hit.nodes * gs.block_size)
-    share_entries(t, g, k, row, 0, kept)
+    cdef int64_t entries = hit.nodes >> g.scale, kept = min(<int64_t>g.kept, entries), i
+    cdef int64_t low = first_read(g, hit.nodes * gs.block_size)
+    share_entries(gs.tree, g, k, row, 0, kept)
     for i in range(kept * g.columns, low * g.columns):
         row[i] = g.hole
-    share_entries(t, g, k, row, max(kept, low), entries)
+    share_entries(gs.tree, g, k, row, max(kept, low), entries)
     set_gone(g, slot, <int32_t>low if low > kept else 0)
 
 
@@ -173,44 +175,41 @@ cdef void take_entries(LayerGroup* g, int32_t slot, int32_t have, int32_t entrie
     blocks_take_many(g.blocks, row + <int64_t>have * g.columns, (entries - have) * g.columns)
 
 
-cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hit, const int64_t* need,
-                     bint reserve, bint take, bint load) noexcept nogil:
-    """Open the sequence in `slot` over a hit. `reserve`: with entries for the rest of the prompt; `take`: it counts."""
+cdef int32_t open_row(Groups* gs, const Ints* tokens, const Hit* hit, const int64_t* need, bint reserve, bint take,
+                      bint load) noexcept nogil:
+    """A new sequence over a hit. `reserve`: with entries for the rest of the prompt; `take`: the hit counts."""
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef LayerGroup* g
     cdef int64_t blocks = blocks_for(gs, tokens.size if reserve and gs.has_entries else hit.nodes * gs.block_size)
-    cdef int32_t k
-    seq_new(s)
+    cdef int32_t k, restored = -1, slot = seq_new(s)
     for k in range(gs.num_groups):      # what is found first: room must not be made of it
-        g = &gs.group[k]
-        row_begin(g, slot)
-        if g.kind != STATE_LAYERS:
+        row_begin(&gs.group[k], slot)
+        if hit.nodes and gs.group[k].kind != STATE_LAYERS:
             open_group(gs, k, slot, hit)
     if hit.checkpoint != NO_CHECKPOINT:
+        restored = t.state_group
         if take:
             checkpoint_use(t, hit.checkpoint)
-        if t.state_group >= 0:
-            open_group(gs, t.state_group, slot, hit)
+        if restored >= 0:
+            blocks_take_many(gs.group[restored].blocks, group_row(&gs.group[restored], slot), 1)
             begin_load(gs, slot, hit.checkpoint)
         checkpoint_refresh(t, hit.checkpoint)
-    for k in range(gs.num_arenas):
+    for k in range(gs.num_arenas if t != NULL else 0):
         if need[k] and (t.has_units[k] or t.has_checkpoints[k]):    # the row may have its slot of an arena of states
             tree_make_room(gs, k, need[k])
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if g.kind == STATE_LAYERS:
-            if load:
-                blocks_take_many(g.blocks, group_row(g, slot), 1)
-            elif k != t.state_group:
-                open_group(gs, k, slot, hit)
-        else:
-            take_entries(g, slot, hit.nodes // t.span[k], entries_of(g, slot, blocks), tokens.size if load else 0)
+        if g.kind != STATE_LAYERS:
+            take_entries(g, slot, hit.nodes >> g.scale, entries_of(g, slot, blocks), tokens.size if load else 0)
+        elif load or (hit.nodes and k != restored):
+            blocks_take_many(g.blocks, group_row(g, slot), 1)
     s.seq[slot].num_blocks = <int32_t>blocks
     s.seq[slot].num_tokens = hit.nodes * gs.block_size
     tails_refresh(gs, slot)
     s.sum_blocks += blocks
     s.sum_tokens += s.seq[slot].num_tokens
+    return slot
 
 
 # ---- rows --------------------------------------------------------------------------------------------------
@@ -222,24 +221,21 @@ cdef void row_parts(Groups* gs, int32_t slot) noexcept nogil:
     t.row[slot].node = NO_NODE
 
 
-cdef void row_leaves(Groups* gs, int32_t slot) noexcept nogil:
-    """A row is about to be closed, or its namespace was flushed."""
-    drop_taken(gs, slot, 0, -1)
-    row_parts(gs, slot)
-
-
 cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil:
     """A sequence, whose blocks are released, is closed; what it has not loaded nobody will."""
-    row_leaves(gs, slot)
-    if seldom(gs.tree.pins != NULL):
-        pin_closes(gs.tree, slot)
-    if gs.tree.num_loads and gs.group[gs.tree.state_group].table[slot] != NO_BLOCK:
-        end_idle_load(gs, gs.group[gs.tree.state_group].table[slot])
+    cdef Tree* t = gs.tree
+    drop_taken(gs, slot, 0, -1)
+    row_parts(gs, slot)
+    if seldom(t.pins != NULL) and t.pins.until[slot]:
+        ends_remove(t.pins, t.now, slot)
+    if t.num_loads and gs.group[t.state_group].table[slot] != NO_BLOCK:
+        end_idle_load(gs, gs.group[t.state_group].table[slot])
 
 
 cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil:
     """A row goes on without the tree."""
-    row_leaves(gs, slot)
+    drop_taken(gs, slot, 0, -1)
+    row_parts(gs, slot)
     seq_leave_name(gs.seqs, slot)
     gs.tree.row[slot].cut = 0
 
@@ -258,18 +254,16 @@ cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil
     cdef Tree* t = gs.tree
     cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
     cdef int64_t bs = gs.block_size
-    cdef int32_t n = t.row[slot].node
+    cdef int32_t n = node_above(t, t.row[slot].node, length // bs + 1)
     drop_taken(gs, slot, 0, length)
     if length < prefix.committed:
-        while n != NO_NODE and t.node[n].depth * bs > length:
-            if t.node[n].depth == length // bs + 1 and length % bs:     # a full block becomes the tail
-                memcpy(gs.seqs.partial + slot * bs, t.tokens + n * bs, (length % bs) * sizeof(int32_t))
+        if n != NO_NODE and t.node[n].depth > length // bs:     # a full block becomes the tail
+            memcpy(gs.seqs.partial + slot * bs, t.tokens + n * bs, (length % bs) * sizeof(int32_t))
             n = t.node[n].parent
-        if n != t.row[slot].node:
-            if n != NO_NODE:
-                t.node[n].users += 1
-            node_release(t, t.row[slot].node)
-            t.row[slot].node = n
+        if n != NO_NODE:
+            t.node[n].users += 1
+        row_parts(gs, slot)
+        t.row[slot].node = n
         prefix.committed = length
     prefix.published = min(prefix.published, length // bs)
     prefix.done = min(prefix.done, length)
@@ -293,24 +287,19 @@ cdef int32_t token_at(const Tree* t, const Seqs* s, int32_t slot, const int32_t*
                       int64_t position) noexcept nogil:
     """A token of a row that commits `tokens`, -1: nobody knows it."""
     cdef int64_t bs = t.block_size, told = s.prefix[slot].committed
-    cdef int32_t n = t.row[slot].node
+    cdef int32_t n
     if position >= told:
         return tokens[position - told]
     if position >= told // bs * bs:
         return s.partial[slot * bs + position % bs]
-    while n != NO_NODE and t.node[n].depth > position // bs + 1:
-        n = t.node[n].parent
+    n = node_above(t, t.row[slot].node, position // bs + 1)
     return t.tokens[n * bs + position % bs] if n != NO_NODE else -1
 
 
 cdef int64_t same_nodes(const Tree* t, const Seqs* s, int32_t other, int32_t slot) noexcept nogil:
     """Positions that two rows have both committed, -1: they say different things of these. A flushed row says none."""
-    cdef int32_t one = t.row[other].node, two = t.row[slot].node
     cdef int64_t depth = min(s.prefix[other].committed, s.prefix[slot].committed) // t.block_size
-    while one != NO_NODE and t.node[one].depth > depth:
-        one = t.node[one].parent
-    while two != NO_NODE and t.node[two].depth > depth:
-        two = t.node[two].parent
+    cdef int32_t one = node_above(t, t.row[other].node, depth), two = node_above(t, t.row[slot].node, depth)
     return -1 if one != two and one != NO_NODE and two != NO_NODE else depth * t.block_size
 
 
@@ -348,9 +337,9 @@ cdef int judge_tokens(Groups* gs, const Ints* rows, const Ints* counts, const in
     for depth in range(told // bs + 1, (told + ints_at(counts, row)) // bs + 1):
         for k in range(gs.num_groups):
             g = &gs.group[k]
-            if not ends_at(t, g, k, depth):
+            if not ends_at(g, depth):
                 continue
-            index = depth // t.span[k] - 1
+            index = (depth >> g.scale) - 1
             if g.kept <= index < g.seq[slot].gone:
                 continue
             id = group_row(g, slot)[index * g.columns]
@@ -381,7 +370,7 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, uint32_t h, cons
     cdef Tree* t = gs.tree
     cdef SeqPrefix* prefix = &gs.seqs.prefix[slot]
     cdef int32_t above = t.row[slot].node, n, k
-    cdef bint waits = prefix.published < depth - 1 or gs.arena[0].oldest_pending and to_be_copied(gs, slot, depth)
+    cdef bint waits = prefix.published < depth - 1 or gs.arena[0].oldest_pending and held_back(gs, slot, depth, True)
     cdef LayerGroup* g
     cdef const int32_t* ids
     cdef int64_t index
@@ -398,15 +387,15 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, uint32_t h, cons
     t.row[slot].node = n
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if not ends_at(t, g, k, depth):
+        if not ends_at(g, depth):
             continue
-        index = depth // t.span[k] - 1
+        index = (depth >> g.scale) - 1
         ids = group_row(g, slot) + index * g.columns
         if g.kept <= index < g.seq[slot].gone:
             continue
         if t.stands[g.arena][ids[0]].role == NO_ROLE:
-            entry_commit(t, g, k, ids, n, waits)
-        elif not waits:
+            entry_commit(t, g, k, ids, n)
+        if not waits:
             entry_admit(t, g, k, ids[0])
     if waits:
         t.has_waiting = True
@@ -414,66 +403,56 @@ cdef void commit_block(Groups* gs, int32_t slot, int64_t depth, uint32_t h, cons
         published(gs, slot, depth, n)
 
 
-cdef int32_t full_entry(const Groups* gs, int32_t slot, int32_t k, int64_t depth) noexcept nogil:
+cdef inline int32_t full_entry(const LayerGroup* g, int32_t slot, int64_t depth) noexcept nogil:
     """The first block of what a row has of a full group that ends with base block `depth` - 1, NO_BLOCK: no entry."""
-    cdef const LayerGroup* g = &gs.group[k]
-    if g.kind != FULL_LAYERS or not ends_at(gs.tree, g, k, depth):
+    if g.kind != FULL_LAYERS or not ends_at(g, depth):
         return NO_BLOCK
-    return group_row(g, slot)[(depth // gs.tree.span[k] - 1) * g.columns]
+    return group_row(g, slot)[((depth >> g.scale) - 1) * g.columns]
 
 
-cdef bint to_be_copied(const Groups* gs, int32_t slot, int64_t depth) noexcept nogil:
-    """Whether a pending plan has to copy an entry of a full group that ends with base block `depth` - 1 of a row."""
+cdef bint held_back(const Groups* gs, int32_t slot, int64_t depth, bint commits) noexcept nogil:
+    """Whether what a row has at its base block `depth` - 1 goes on to wait.
+
+    A pending plan has to copy an entry of a full group; or one has no role, unless the row commits it now. That is a
+    copy that was made after its tokens were committed, or what a rollback put back: nobody said what it holds.
+    """
+    cdef const LayerGroup* g
     cdef int32_t k, first
     for k in range(gs.num_groups):
-        first = full_entry(gs, slot, k, depth)
-        if first != NO_BLOCK and unwritten(gs.group[k].blocks, first):
+        g = &gs.group[k]
+        first = full_entry(g, slot, depth)
+        if first != NO_BLOCK and (unwritten(g.blocks, first) or (
+                not commits and gs.tree.stands[g.arena][first].role == NO_ROLE)):
             return True
     return False
 
 
-cdef void published(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
+cdef inline void published(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
     """Hits may find what a row has at the node of its base block `depth` - 1, and all before it."""
     gs.seqs.prefix[slot].published = depth
     if gs.tree.needs_checkpoints:
         publish_checkpoint(gs, slot, n, depth * gs.block_size)
 
 
-cdef void publish_block(Groups* gs, int32_t slot, int64_t depth, int32_t n) noexcept nogil:
-    """Publish what waits of a row at the node of its base block `depth` - 1: all of it, or none.
-
-    It goes on to wait if a pending plan has to copy an entry, or if one has no role. That is a copy that was made after
-    its tokens were committed, or what a rollback put back: nobody said what it holds.
-    """
-    cdef Tree* t = gs.tree
-    cdef int32_t k, first
-    cdef bint waits = to_be_copied(gs, slot, depth)
-    for k in range(gs.num_groups):
-        first = full_entry(gs, slot, k, depth)
-        waits |= first != NO_BLOCK and t.stands[gs.group[k].arena][first].role == NO_ROLE
-    if waits:
-        t.has_waiting = True
-        return
-    for k in range(gs.num_groups):
-        first = full_entry(gs, slot, k, depth)
-        if first != NO_BLOCK:
-            entry_admit(t, &gs.group[k], k, first)
-    published(gs, slot, depth, n)
-
-
 cdef void publish_row(Groups* gs, int32_t slot) noexcept nogil:
-    """Publish what waits in a row, in order, as far as its content exists."""
+    """Publish what waits in a row, in order, as far as its content exists: of a node all of it, or none."""
     cdef Tree* t = gs.tree
     cdef const SeqPrefix* prefix = &gs.seqs.prefix[slot]
     cdef int64_t depth = prefix.committed // t.block_size, full = depth
-    cdef int32_t n = t.row[slot].node
+    cdef int32_t n = t.row[slot].node, k, first
     while depth > prefix.published:
         t.path[depth - 1] = n
         n = t.node[n].parent
         depth -= 1
-    while depth < full and depth == prefix.published:
-        depth += 1
-        publish_block(gs, slot, depth, t.path[depth - 1])
+    for depth in range(depth + 1, full + 1):
+        if held_back(gs, slot, depth, False):
+            t.has_waiting = True
+            return
+        for k in range(gs.num_groups):
+            first = full_entry(&gs.group[k], slot, depth)
+            if first != NO_BLOCK:
+                entry_admit(t, &gs.group[k], k, first)
+        published(gs, slot, depth, t.path[depth - 1])
 
 
 cdef void tree_publish(Groups* gs) noexcept nogil:
@@ -481,7 +460,7 @@ cdef void tree_publish(Groups* gs) noexcept nogil:
     cdef int32_t slot
     if not gs.tree.has_waiting:
         return
-    gs.tree.has_waiting = False                 # `publish_block` finds those that still do
+    gs.tree.has_waiting = False                 # `publish_row` finds those that still do
     for slot in range(gs.seqs.max_seqs):
         if row_waits(gs, slot):
             publish_row(gs, slot)
@@ -521,34 +500,6 @@ cdef void tree_commit_row(Groups* gs, int32_t slot, const int32_t* tokens, int64
 
 # ---- flush -------------------------------------------------------------------------------------------------
 
-cdef void node_flush(Groups* gs, int32_t n) noexcept nogil:
-    """Nobody finds a node any more: what is idle of it becomes blank, what is in use is blank when it is released."""
-    cdef Tree* t = gs.tree
-    cdef LayerGroup* g
-    cdef int32_t* known
-    cdef int32_t k, first, m = t.more[n].checkpoint if t.more != NULL else NO_CHECKPOINT
-    t.node[n].users += 1
-    if m != NO_CHECKPOINT and t.checkpoint[m].loads:
-        checkpoint_hide(gs, m)
-        t.checkpoint[m].orphan = True
-    elif m != NO_CHECKPOINT:
-        checkpoint_drop(gs, m)
-    unit_remove(t, n)
-    t.node[n].idle = 0
-    node_hide(t, n)
-    for k in range(gs.num_groups):
-        g = &gs.group[k]
-        if g.kind == FULL_LAYERS and ends_at(t, g, k, t.node[n].depth):
-            known = node_entry(t, n, k)
-            first = known[0]
-            known[0] = NO_BLOCK
-            if first != NO_BLOCK:
-                tell_removed(t, k, n)
-            if first != NO_BLOCK and g.blocks.block[first].place == EVICTABLE:
-                entry_blank(t, g, first)
-    node_release(t, n)
-
-
 cdef inline bint row_is_of(const Seqs* s, int32_t slot, const Name* name) noexcept nogil:
     """Whether a row is in a namespace, NULL: in any."""
     return s.prefix[slot].name != NULL and (name == NULL or s.prefix[slot].name == name)
@@ -560,42 +511,35 @@ cdef inline bint is_of(const Tree* t, int32_t n, const Name* name) noexcept nogi
 
 
 cdef void tree_flush(Groups* gs, const Name* name) noexcept nogil:
-    """Forget every node of a namespace, NULL: all. O(nodes + sequences)."""
+    """Forget every node of a namespace, NULL: all; rows go on without the tree. O(nodes + sequences)."""
     cdef Tree* t = gs.tree
     cdef Seqs* s = gs.seqs
     cdef int32_t n, slot
     for slot in range(s.max_seqs):
-        if seq_has_blocks(s, slot) and row_is_of(s, slot, name):
-            if s.life[slot].life == OPEN:
-                row_ends(gs, slot)
-            else:                       # its bundle stays: somebody writes there
-                row_parts(gs, slot)
+        if not seq_has_blocks(s, slot) or not row_is_of(s, slot, name):
+            continue
+        if s.life[slot].life == OPEN:
+            row_ends(gs, slot)
+        else:                           # its bundle stays: somebody writes there
+            row_parts(gs, slot)
+            seq_leave_name(s, slot)
     for n in range(t.fresh_node):
         if is_of(t, n, name):
-            node_flush(gs, n)
-
-
-cdef int32_t cached_of(const Groups* gs, int32_t m) noexcept nogil:
-    """Blocks of the bundle of a checkpoint that may leave."""
-    cdef const Tree* t = gs.tree
-    if m == NO_CHECKPOINT or t.bundle_size == 0 or gs.arena[0].block[checkpoint_bundle(t, m)[0]].place != EVICTABLE:
-        return 0
-    return t.bundle_size
+            node_empty(gs, n, True)
+    if name == NULL:
+        ring_add(&t.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0, -1)
 
 
 cdef int32_t tree_evictable(const Groups* gs, const Name* name) noexcept nogil:
     """Blocks that a flush of a namespace makes blank, NULL: of all. O(blocks)."""
     cdef const Tree* t = gs.tree
-    cdef int32_t k, id, m, j, slot, found = 0
+    cdef int32_t k, id, n, m, found = 0
     for k in range(gs.num_arenas):
         for id in range(gs.arena[k].num_blocks):
-            if gs.arena[k].block[id].place == EVICTABLE and t.stands[k][id].role != BUNDLE:
-                found += is_of(t, t.stands[k][id].node, name)
-    for m in range(t.fresh_checkpoint):
-        if t.checkpoint[m].position and t.checkpoint[m].node != NO_NODE and is_of(t, t.checkpoint[m].node, name):
-            found += cached_of(gs, m)
-    for slot in range(gs.seqs.max_seqs if t.bundle_size else 0):
-        if gs.seqs.life[slot].life == OPEN and row_is_of(gs.seqs, slot, name):
-            for j in range(MOST_TAKEN):
-                found += cached_of(gs, t.row[slot].taken[j])
+            if gs.arena[k].block[id].place != EVICTABLE:
+                continue
+            n = m = t.stands[k][id].node
+            if t.stands[k][id].role == BUNDLE:
+                n = t.checkpoint[m].node
+            found += is_of(t, n, name) if n != NO_NODE else row_is_of(gs.seqs, t.checkpoint[m].row, name)
     return found

@@ -81,7 +81,7 @@ cdef struct NodeMore:           # what a node has besides where hits need checkp
 
 
 cdef struct Standing:           # of a block
-    int32_t node                # of its entry, if that is committed
+    int32_t node                # of its entry, if that is committed; of a bundle its checkpoint
     int32_t role
 
 
@@ -115,30 +115,28 @@ cdef struct Directive:          # what a `Keep` says
     int32_t priority            # 0: there is none, and `ttl` is that of a pin, 0: none
 
 
+# A radix heap (Ahuja et al., 1990): the clock only goes on, so each end moves down once a bit.
+#   its bucket == highest bit in which it differs from `Tree.now`
+cdef struct Ends:
+    int64_t* until              # [room] when a directive ends that ends at a node, or a row is closed, 0: never
+    Link* link                  # [room] of a node, or of a row, in its bucket
+    Line[TIME_BITS] bucket      # of equal ends, the earlier directive or pin first
+
+
 cdef struct NodeKept:           # what a node has besides once there are directives
-    int64_t until               # when a directive ends that ends at this node, 0: there is none
-    int64_t number              # of that directive: of those that end at once, the earlier one ends first
+    int64_t number              # of the directive that ends here: of those that end at once, the earlier one ends first
     int32_t reasons             # nodes right below that are kept, and that directive
 
 
-# Directives and pins stand in radix heaps (Ahuja et al., 1990): the clock only goes on, so each moves down once a bit.
-#   its bucket == highest bit in which its end differs from `Tree.now`
 cdef struct Keeping:            # made with the first directive
     NodeKept* node              # [room]
-    Link* link                  # [room] of a node in its bucket
-    Line[TIME_BITS] bucket      # nodes at which a directive ends; of equal ends, the earlier directive first
+    Ends* ends                  # directives
     Line[PRIORITIES] units      # that were set aside, the first one first; [0]: nothing keeps them any more
     Line[PRIORITIES] checkpoints
     int64_t number              # of the last directive
     int64_t turn                # of what was set aside last
     int32_t num_kept            # nodes
     int32_t num_checkpoints     # set aside
-
-
-cdef struct Pins:               # made with the first pin that has a ttl
-    int64_t* until              # [max_seqs] when a row is closed, 0: it is no such pin
-    Link* link                  # [max_seqs] of a row in its bucket
-    Line[TIME_BITS] bucket      # rows; of equal ends, the earlier pin first
 
 
 cdef struct RowPlaces:          # what the tree knows of a row beside SeqPrefix
@@ -185,7 +183,8 @@ cdef struct Tree:
     int32_t* load               # [slots of the first state group] checkpoint to be copied there
     int64_t* load_step          # the pending step that does it, 0: none yet
     int32_t[MAX_GROUPS] offset  # of a group's entry at a node; of its states in a bundle
-    int32_t[MAX_GROUPS] span    # base blocks of an entry; blocks of its states in a bundle
+    int32_t[MAX_GROUPS] span    # blocks of a group's states in a bundle
+    bint[MAX_ARENAS] has_columns        # some group takes several blocks of an arena for an entry
     bint[MAX_ARENAS] has_units          # blocks of an arena may be in units,
     bint[MAX_ARENAS] has_checkpoints    # and in checkpoints
     Line cold                   # units
@@ -194,7 +193,7 @@ cdef struct Tree:
     int64_t clock
     int64_t now                 # the caller's clock
     Keeping* keeping            # NULL: there was no directive
-    Pins* pins                  # NULL: no pin had a ttl
+    Ends* pins                  # rows, NULL: no pin had a ttl
     int32_t num_loads           # that are not done
     int32_t num_saves           # checkpoints whose step is pending
     bint has_waiting            # a row may have committed blocks that are not published
@@ -243,17 +242,15 @@ cdef inline int32_t num_listed(const Tree* t) noexcept nogil:
     return t.listed[0].size + t.listed[1].size + (t.keeping.num_checkpoints if t.keeping != NULL else 0)
 
 
+cdef void checkpoint_hide(Groups* gs, int32_t m) noexcept nogil
 cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil
 cdef void keeping_free(Tree* t) noexcept nogil
-cdef void keeping_reset(Keeping* k) noexcept nogil
-cdef bint evict_beside_kept(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil
-cdef uint64_t keeping_fingerprint(const Tree* t, uint64_t h) noexcept nogil
-cdef bint check_keeping(const Tree* t, int32_t* seen, char* finding) noexcept nogil
-cdef void pins_free(Tree* t) noexcept nogil
-cdef void pins_reset(Pins* p, int32_t max_seqs) noexcept nogil
-cdef void pin_closes(Tree* t, int32_t slot) noexcept nogil
-cdef uint64_t pins_fingerprint(const Tree* t, uint64_t h) noexcept nogil
-cdef bint check_pins(const Groups* gs, char* finding) noexcept nogil
+cdef void keeping_reset(Tree* t) noexcept nogil
+cdef void ends_free(Ends* e) noexcept nogil
+cdef void ends_reset(Ends* e, int64_t room) noexcept nogil
+cdef bint evict_warm(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil
+cdef uint64_t retention_fingerprint(const Tree* t, uint64_t h) noexcept nogil
+cdef bint check_retention(const Groups* gs, int32_t* seen, char* finding) noexcept nogil
 cdef void node_passes_on(Tree* t, int32_t n) noexcept nogil
 cdef void node_let_go(Tree* t, int32_t n) noexcept nogil
 cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil

@@ -3,29 +3,65 @@
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
-cdef void tree_free(Tree* t) noexcept nogil:
+cdef enum:
+    SCRATCH_ARRAYS = 2
+    MOST_ARRAYS = 15 + 2 * MAX_ARENAS
+
+
+cdef struct TreeArray:
+    void** memory
+    int64_t count
+    int64_t size                # bytes of an element
+
+
+cdef inline void add_array(TreeArray** at, void* memory, int64_t count, int64_t size) noexcept nogil:
+    """An array of the tree; `size` 0: it needs none."""
+    if size:
+        at[0].memory, at[0].count, at[0].size = <void**>memory, count, size
+        at[0] += 1
+
+
+cdef int32_t tree_arrays(const Groups* gs, int64_t nodes, int64_t checkpoints, const int32_t* blocks,
+                         TreeArray* arrays) noexcept nogil:
+    """The memory of a tree with room for so many nodes, checkpoints, and blocks of each arena, NULL: as it has.
+
+    The first SCRATCH_ARRAYS are scratch. Returns how many there are.
+    """
+    cdef Tree* t = gs.tree
+    cdef TreeArray* at = arrays
+    cdef int64_t word = sizeof(int32_t), n
     cdef int32_t k
-    for k in range(MAX_ARENAS):
-        xfree(t.stands[k])
-        xfree(t.column_after[k])
-    if t.width > 1:
-        xfree(t.entry)
-    xfree(t.node)
-    xfree(t.more)
-    xfree(t.unit)
-    xfree(t.tokens)
-    xfree(t.key)
-    xfree(t.bucket)
-    xfree(t.checkpoint)
-    xfree(t.link)
-    xfree(t.bundle)
-    xfree(t.row)
-    xfree(t.path)
-    xfree(t.scratch)
-    xfree(t.load)
-    xfree(t.load_step)
+    add_array(&at, &t.path, min(nodes, gs.seq_tokens // t.block_size), word)
+    add_array(&at, &t.scratch, t.grain, word)
+    add_array(&at, &t.node, nodes, sizeof(Node))
+    add_array(&at, &t.more, nodes, sizeof(NodeMore) if t.needs_checkpoints else 0)
+    add_array(&at, &t.unit, nodes, sizeof(Link))
+    add_array(&at, &t.tokens, nodes, t.block_size * word)
+    add_array(&at, &t.entry, nodes, t.width * word if t.width > 1 else 0)
+    add_array(&at, &t.key, nodes, 16 if t.index.ring.limit else 0)
+    add_array(&at, &t.bucket, buckets_for(nodes), word)
+    add_array(&at, &t.checkpoint, checkpoints, sizeof(Checkpoint))
+    add_array(&at, &t.link, checkpoints, sizeof(Link))
+    add_array(&at, &t.bundle, checkpoints, t.bundle_size * word)
+    add_array(&at, &t.row, gs.seqs.max_seqs, sizeof(RowPlaces))
+    for k in range(gs.num_arenas):
+        n = blocks[k] if blocks != NULL else gs.arena[k].num_blocks
+        add_array(&at, &t.stands[k], n, sizeof(Standing))
+        add_array(&at, &t.column_after[k], n, word if t.has_columns[k] else 0)
+        if t.state_group >= 0 and gs.group[t.state_group].arena == k:
+            add_array(&at, &t.load, n, word)
+            add_array(&at, &t.load_step, n, sizeof(int64_t))
+    return <int32_t>(at - arrays)
+
+
+cdef void tree_free(Groups* gs) noexcept nogil:
+    cdef Tree* t = gs.tree
+    cdef TreeArray[MOST_ARRAYS] arrays
+    cdef int32_t k
+    for k in range(tree_arrays(gs, t.room, t.checkpoint_room, NULL, arrays)):
+        xfree(arrays[k].memory[0])
     keeping_free(t)
-    pins_free(t)
+    ends_free(t.pins)
     xfree(t)
 
 
@@ -51,12 +87,12 @@ cdef void tree_sizes(Tree* t, const Groups* gs, const int32_t* sizes, const int3
             if t.state_group < 0:
                 t.state_group = k
             continue
-        t.span[k] = 1 << g.scale
-        t.grain = max(t.grain, <int64_t>t.span[k])
+        t.grain = max(t.grain, <int64_t>1 << g.scale)
+        t.has_columns[g.arena] |= g.columns > 1
         t.offset[k] = t.width
         t.width += 1 if g.kind == FULL_LAYERS else 2
         if g.kind == FULL_LAYERS:
-            kv += <double>g.columns / t.span[k]
+            kv += <double>g.columns / (1 << g.scale)
             t.has_units[g.arena] = True
         else:
             t.has_checkpoints[g.arena] = True
@@ -91,7 +127,7 @@ cdef int32_t nodes_for(const Tree* t, const Groups* gs, const int32_t* sizes) no
         for k in range(gs.num_groups):
             g = &gs.group[k]
             if g.arena == arena and g.kind == FULL_LAYERS:
-                most = max(most, <int64_t>sizes[arena] // g.columns * t.span[k])
+                most = max(most, <int64_t>sizes[arena] // g.columns << g.scale)
         room += most
     if room == 0:
         room = 1 << 20
@@ -102,49 +138,19 @@ cdef int32_t nodes_for(const Tree* t, const Groups* gs, const int32_t* sizes) no
 cdef int tree_init(Tree* t, const Groups* gs, Index* index, const int32_t* sizes,
                    const int32_t* bundle_of) noexcept nogil:
     """An empty tree. After NO_MEMORY the caller must `tree_free`."""
-    cdef bint has_columns
-    cdef int32_t j, k, n
+    cdef TreeArray[MOST_ARRAYS] arrays
+    cdef int32_t k
     t.index = index
     tree_sizes(t, gs, sizes, bundle_of)
     ring_init(&index.ring, index.ring.limit, t.grain)
-    n = <int32_t>min(<int64_t>t.room, gs.seq_tokens // gs.block_size)
-    t.node = <Node*>xcalloc(t.room, sizeof(Node))
-    t.more = <NodeMore*>xcalloc(t.room, sizeof(NodeMore)) if t.needs_checkpoints else NULL
-    t.unit = <Link*>xcalloc(t.room, sizeof(Link))
-    t.tokens = <int32_t*>xcalloc(t.room, t.block_size * sizeof(int32_t))
-    t.stride = t.width if t.width > 1 else <int32_t>(sizeof(Node) // sizeof(int32_t))
-    if t.width > 1:
-        t.entry = <int32_t*>xcalloc(t.room, t.width * sizeof(int32_t))
-    elif t.node != NULL:
+    for k in range(tree_arrays(gs, t.room, t.checkpoint_room, sizes, arrays)):
+        arrays[k].memory[0] = xcalloc(arrays[k].count, arrays[k].size)
+        if arrays[k].memory[0] == NULL:
+            return NO_MEMORY
+    t.stride = t.width
+    if t.width <= 1:
+        t.stride = <int32_t>(sizeof(Node) // sizeof(int32_t))
         t.entry = &t.node[0].entry
-    t.key = <uint8_t*>xcalloc(t.room, 16) if index.ring.limit else NULL
-    t.bucket = <int32_t*>xmalloc(t.num_buckets * sizeof(int32_t))
-    t.checkpoint = <Checkpoint*>xcalloc(t.checkpoint_room, sizeof(Checkpoint))
-    t.link = <Link*>xcalloc(t.checkpoint_room, sizeof(Link))
-    t.bundle = <int32_t*>xcalloc(t.checkpoint_room, max(t.bundle_size, 1) * sizeof(int32_t))
-    t.row = <RowPlaces*>xcalloc(gs.seqs.max_seqs, sizeof(RowPlaces))
-    t.path = <int32_t*>xcalloc(n, sizeof(int32_t))
-    t.scratch = <int32_t*>xcalloc(t.grain, sizeof(int32_t))
-    if (t.node == NULL or (t.more == NULL and t.needs_checkpoints) or t.unit == NULL or t.tokens == NULL
-            or t.entry == NULL
-            or (t.key == NULL and index.ring.limit) or t.bucket == NULL or t.checkpoint == NULL or t.link == NULL
-            or t.bundle == NULL or t.row == NULL or t.path == NULL or t.scratch == NULL):
-        return NO_MEMORY
-    for k in range(gs.num_arenas):
-        n = gs.arena[k].num_blocks
-        has_columns = False
-        for j in range(gs.num_groups):
-            has_columns |= gs.group[j].arena == k and gs.group[j].columns > 1
-        t.stands[k] = <Standing*>xcalloc(n, sizeof(Standing))
-        t.column_after[k] = <int32_t*>xcalloc(n, sizeof(int32_t)) if has_columns else NULL
-        if t.stands[k] == NULL or (has_columns and t.column_after[k] == NULL):
-            return NO_MEMORY
-    if t.state_group >= 0:
-        n = gs.group[t.state_group].blocks.num_blocks
-        t.load = <int32_t*>xmalloc(n * sizeof(int32_t))
-        t.load_step = <int64_t*>xcalloc(n, sizeof(int64_t))
-        if t.load == NULL or t.load_step == NULL:
-            return NO_MEMORY
     tree_reset(t, gs)
     return OK
 
@@ -171,28 +177,21 @@ cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil:
     t.num_nodes = t.num_checkpoints = t.num_loads = t.num_saves = 0
     t.has_waiting = False
     if t.keeping != NULL:
-        keeping_reset(t.keeping)
+        keeping_reset(t)
     if t.pins != NULL:
-        pins_reset(t.pins, gs.seqs.max_seqs)
+        ends_reset(t.pins, gs.seqs.max_seqs)
 
 
-cdef int64_t tree_nbytes(const Tree* t, const Groups* gs) noexcept nogil:
-    cdef int64_t per_node = sizeof(Node) + sizeof(Link) + t.block_size * 4 + (16 if t.key != NULL else 0)
-    cdef int64_t found
+cdef int64_t tree_nbytes(const Groups* gs) noexcept nogil:
+    cdef const Tree* t = gs.tree
+    cdef TreeArray[MOST_ARRAYS] arrays
+    cdef int64_t found = 0, per_end = sizeof(int64_t) + sizeof(Link)
     cdef int32_t k
-    if t.width > 1:
-        per_node += t.width * 4
-    if t.more != NULL:
-        per_node += sizeof(NodeMore)
+    for k in range(SCRATCH_ARRAYS, tree_arrays(gs, t.room, t.checkpoint_room, NULL, arrays)):
+        found += arrays[k].count * arrays[k].size
     if t.keeping != NULL:
-        per_node += sizeof(NodeKept) + sizeof(Link)
-    found = t.room * per_node + t.num_buckets * <int64_t>sizeof(int32_t)
-    for k in range(gs.num_arenas):
-        found += gs.arena[k].num_blocks * <int64_t>(sizeof(Standing) + (4 if t.column_after[k] != NULL else 0))
-    found += gs.seqs.max_seqs * <int64_t>(sizeof(RowPlaces) + (sizeof(int64_t) + sizeof(Link) if t.pins != NULL else 0))
-    if t.state_group >= 0:
-        found += 12 * <int64_t>gs.group[t.state_group].blocks.num_blocks
-    return found + t.checkpoint_room * <int64_t>(sizeof(Checkpoint) + sizeof(Link) + t.bundle_size * 4)
+        found += t.room * (per_end + <int64_t>sizeof(NodeKept))
+    return found + (gs.seqs.max_seqs * per_end if t.pins != NULL else 0)
 
 
 # ---- lines -------------------------------------------------------------------------------------------------
@@ -215,14 +214,14 @@ cdef inline void line_remove(Line* line, Link* link, int32_t i) noexcept nogil:
     line.size -= 1
 
 
-cdef inline Line* line_of(Tree* t, int32_t m) noexcept nogil:
+cdef inline Line* line_of(const Tree* t, int32_t m) noexcept nogil:
     """The line of a checkpoint that may leave: see `Tree.listed`."""
     if seldom(t.checkpoint[m].aside):
         return &t.keeping.checkpoints[checkpoint_rank(t, m)]
-    return &t.listed[t.checkpoint[m].was_hit]
+    return <Line*>&t.listed[t.checkpoint[m].was_hit]
 
 
-cdef void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcept nogil:
+cdef inline void line_insert(Line* line, Link* link, int32_t i, int32_t before) noexcept nogil:
     """Put i behind `before`; NO_NODE: at the head, which leaves first."""
     cdef int32_t after = line.head if before == NO_NODE else link[before].next
     link[i].next = after
@@ -260,14 +259,7 @@ cdef inline void unit_append(Tree* t, int32_t n) noexcept nogil:
     if t.more != NULL:
         t.more[n].stamp = t.clock
     node.place = WARM if is_warm else COLD
-    t.unit[n].next = NO_NODE
-    t.unit[n].prev = line.tail
-    if line.tail == NO_NODE:
-        line.head = n
-    else:
-        t.unit[line.tail].next = n
-    line.tail = n
-    line.size += 1
+    line_insert(line, t.unit, n, line.tail)
 
 
 cdef void unit_refresh(Tree* t, int32_t n) noexcept nogil:
@@ -286,6 +278,13 @@ cdef inline int32_t* node_entry(const Tree* t, int32_t n, int32_t group) noexcep
 
 cdef inline uint8_t* node_key(const Tree* t, int32_t n) noexcept nogil:
     return t.key + 16 * <int64_t>n
+
+
+cdef inline int32_t node_above(const Tree* t, int32_t n, int64_t depth) noexcept nogil:
+    """The node of the first `depth` base blocks of a prefix that ends at n, of all if it has fewer; NO_NODE: none."""
+    while n != NO_NODE and t.node[n].depth > depth:
+        n = t.node[n].parent
+    return n
 
 
 cdef inline Name* name_of(const Tree* t, int32_t n) noexcept nogil:
@@ -311,7 +310,16 @@ cdef inline int32_t node_find(const Tree* t, int32_t name, int32_t parent, uint3
     return NO_NODE
 
 
-cdef void bucket_remove(Tree* t, int32_t n) noexcept nogil:
+cdef inline void bucket_add(Tree* t, int32_t n) noexcept nogil:
+    """Whoever is oldest is the first in a bucket: it is what leaves next."""
+    cdef int32_t* at = bucket_of(t, t.node[n].hash)
+    while at[0] != NO_NODE:
+        at = &t.node[at[0]].after
+    at[0] = n
+    t.node[n].after = NO_NODE
+
+
+cdef inline void bucket_remove(Tree* t, int32_t n) noexcept nogil:
     cdef int32_t* at = bucket_of(t, t.node[n].hash)
     while at[0] != n:
         at = &t.node[at[0]].after
@@ -356,7 +364,6 @@ cdef inline void node_release(Tree* t, int32_t n) noexcept nogil:
 cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint32_t hash, const int32_t* tokens) noexcept nogil:
     """A node of a namespace below another, with one user. NO_NODE: no room, though all that may leave has left."""
     cdef Tree* t = gs.tree
-    cdef int32_t* at = bucket_of(t, hash)
     cdef Node* node
     cdef int32_t k, n
     while t.free_node == NO_NODE and t.fresh_node == t.room:
@@ -375,15 +382,12 @@ cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint32_t hash, con
     node.parent = parent
     node.depth = 1
     node.users = 1
-    node.after = NO_NODE
-    while at[0] != NO_NODE:             # the oldest one is the first: it is what leaves next
-        at = &t.node[at[0]].after
-    at[0] = n
+    bucket_add(t, n)
     if t.more != NULL:
         t.more[n].below = 0
         t.more[n].checkpoint = NO_CHECKPOINT
     if t.keeping != NULL:
-        memset(&t.keeping.node[n], 0, sizeof(NodeKept))
+        t.keeping.node[n].reasons = t.keeping.ends.until[n] = 0
     if parent != NO_NODE:
         node.depth += t.node[parent].depth
         t.node[parent].users += 1
@@ -401,19 +405,16 @@ cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint32_t hash, con
 
 # ---- events ------------------------------------------------------------------------------------------------
 
-cdef void add_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcept nogil:
-    cdef int32_t size = 1 if g.kind == STATE_LAYERS else t.span[k], above = n, i
+cdef void tell_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcept nogil:
+    """A group has an entry, or a state, at a node: its tokens are those of the entry, or of the node."""
+    cdef int32_t size = 1 << g.scale, above = n, i
+    if t.key == NULL:
+        return
     for i in range(size - 1, -1, -1):
         memcpy(t.scratch + i * t.block_size, t.tokens + above * t.block_size, t.block_size * sizeof(int32_t))
         above = t.node[above].parent
     ring_add(&t.index.ring, STORED, node_key(t, n), node_key(t, above) if above != NO_NODE else NULL,
              name_of(t, n), t.scratch, size * t.block_size, k)
-
-
-cdef inline void tell_stored(Tree* t, const LayerGroup* g, int32_t k, int32_t n) noexcept nogil:
-    """A group has an entry, or a state, at a node: its tokens are those of the entry, or of the node."""
-    if t.key != NULL:
-        add_stored(t, g, k, n)
 
 
 cdef void tell_removed(Tree* t, int32_t k, int32_t n) noexcept nogil:
@@ -423,9 +424,9 @@ cdef void tell_removed(Tree* t, int32_t k, int32_t n) noexcept nogil:
 
 # ---- entries -----------------------------------------------------------------------------------------------
 
-cdef inline bint ends_at(const Tree* t, const LayerGroup* g, int32_t k, int64_t depth) noexcept nogil:
+cdef inline bint ends_at(const LayerGroup* g, int64_t depth) noexcept nogil:
     """Whether an entry of a group ends with so many base blocks."""
-    return g.kind != STATE_LAYERS and depth & (t.span[k] - 1) == 0
+    return g.kind != STATE_LAYERS and (g.scale == 0 or depth & ((<int64_t>1 << g.scale) - 1) == 0)
 
 
 cdef inline bint row_waits(const Groups* gs, int32_t slot) noexcept nogil:
@@ -439,19 +440,8 @@ cdef inline bint is_waiting(int32_t role) noexcept nogil:
     return WAITS < role <= 2 * MAX_GROUPS
 
 
-cdef void entry_publish(Tree* t, const LayerGroup* g, int32_t k, int32_t first, int32_t n) noexcept nogil:
-    """An entry of a full group is the canonical one of its node if that has none."""
-    cdef int32_t* known = node_entry(t, n, k)
-    if known[0] == NO_BLOCK:
-        known[0] = first
-        tell_stored(t, g, k, n)
-    else:
-        t.index.duplicates += 1
-
-
-cdef inline void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, int32_t n,
-                              bint waits) noexcept nogil:
-    """An entry in use stands for a node from now on. One of a full group is published, or it waits."""
+cdef inline void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* ids, int32_t n) noexcept nogil:
+    """An entry in use stands for a node from now on. One of a full group waits."""
     cdef Standing* stands = t.stands[g.arena]
     cdef int32_t c
     for c in range(g.columns):
@@ -461,16 +451,23 @@ cdef inline void entry_commit(Tree* t, LayerGroup* g, int32_t k, const int32_t* 
         if g.columns > 1:
             t.column_after[g.arena][ids[c]] = ids[c + 1] if c + 1 < g.columns else NO_BLOCK
     t.node[n].users += 1
-    if g.kind == FULL_LAYERS and waits:
-        t.stands[g.arena][ids[0]].role += WAITS
-    elif g.kind == FULL_LAYERS:
-        entry_publish(t, g, k, ids[0], n)
+    if g.kind == FULL_LAYERS:
+        stands[ids[0]].role += WAITS
 
 
-cdef void entry_admit(Tree* t, const LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
-    if is_waiting(t.stands[g.arena][first].role):
-        t.stands[g.arena][first].role -= WAITS
-        entry_publish(t, g, k, first, t.stands[g.arena][first].node)
+cdef inline void entry_admit(Tree* t, const LayerGroup* g, int32_t k, int32_t first) noexcept nogil:
+    """An entry of a full group waits no more: it is the canonical one of its node if that has none."""
+    cdef Standing* standing = &t.stands[g.arena][first]
+    cdef int32_t* known = node_entry(t, standing.node, k)
+    if not is_waiting(standing.role):
+        return
+    standing.role -= WAITS
+    if known[0] == NO_BLOCK:
+        known[0] = first
+        if t.key != NULL:
+            tell_stored(t, g, k, standing.node)
+    else:
+        t.index.duplicates += 1
 
 
 cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
@@ -487,11 +484,16 @@ cdef void entry_blank(Tree* t, LayerGroup* g, int32_t first) noexcept nogil:
     node_release(t, n)
 
 
+cdef inline bint stands_for(const Tree* t, const LayerGroup* g, int32_t k, int32_t first, int32_t n) noexcept nogil:
+    """Whether an entry, which does not wait, is one of a node."""
+    return t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n
+
+
 cdef int32_t entry_of_a_loading_row(const Groups* gs, int32_t k, int32_t n) noexcept nogil:
     """The entry of a window or chunk that the first row with a load pending has at a node, NO_BLOCK: none has one."""
     cdef const Tree* t = gs.tree
     cdef const LayerGroup* g = &gs.group[k]
-    cdef int64_t depth = t.node[n].depth, index = depth // t.span[k] - 1
+    cdef int64_t index = (t.node[n].depth >> g.scale) - 1
     cdef int32_t slot, state, first
     for slot in range(gs.seqs.max_seqs if t.num_loads else 0):
         state = gs.group[t.state_group].table[slot]
@@ -499,8 +501,7 @@ cdef int32_t entry_of_a_loading_row(const Groups* gs, int32_t k, int32_t n) noex
                 or index >= entries_of(g, slot, gs.seqs.seq[slot].num_blocks)):
             continue
         first = group_row(g, slot)[index * g.columns]
-        if (t.stands[g.arena][first].role == 1 + k and t.stands[g.arena][first].node == n
-                and g.blocks.block[first].refcount):
+        if stands_for(t, g, k, first, n) and g.blocks.block[first].refcount:
             return first
     return NO_BLOCK
 
@@ -578,7 +579,7 @@ cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t
     cdef const int32_t* entry = t.entry + t.offset[k]
     cdef const int32_t* column_after = t.column_after[g.arena]
     cdef int64_t stride = t.stride, index
-    cdef int32_t columns = g.columns, span = t.span[k], n, id, c
+    cdef int32_t columns = g.columns, span = 1 << g.scale, n, id, c
     cdef bint is_full = g.kind == FULL_LAYERS
     for index in range(first, end):
         n = t.path[(index + 1) * span - 1]
@@ -597,31 +598,48 @@ cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t
 
 # ---- making room -------------------------------------------------------------------------------------------
 
-cdef void unit_evict(Groups* gs, int32_t n) noexcept nogil:
-    """The idle entries of a node leave, and its checkpoint if it may."""
+cdef inline void node_empty(Groups* gs, int32_t n, bint flushed) noexcept nogil:
+    """The idle entries of a node leave, and its checkpoint if it may.
+
+    `flushed`: nobody finds the node any more, and what of it is in use is blank when it is released.
+    """
     cdef Tree* t = gs.tree
     cdef Node* node = &t.node[n]
     cdef LayerGroup* g
     cdef int32_t* known
-    cdef int32_t k, first
+    cdef int32_t k, first, m = t.more[n].checkpoint if t.more != NULL else NO_CHECKPOINT
+    cdef bint is_idle
     node.users += 1
-    if t.more != NULL and t.more[n].checkpoint != NO_CHECKPOINT and t.checkpoint[t.more[n].checkpoint].listed:
-        checkpoint_evict(gs, t.more[n].checkpoint)
+    if m != NO_CHECKPOINT and t.checkpoint[m].listed:
+        t.evicted += not flushed
+        checkpoint_drop(gs, m)
+    elif m != NO_CHECKPOINT and flushed:        # it goes when it is loaded
+        checkpoint_hide(gs, m)
+        t.checkpoint[m].orphan = True
     unit_remove(t, n)
     node.idle = 0
+    if flushed:
+        node_hide(t, n)
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if g.kind != FULL_LAYERS or not ends_at(t, g, k, node.depth):
+        if g.kind != FULL_LAYERS or not ends_at(g, node.depth):
             continue
         known = node_entry(t, n, k)
         first = known[0]
-        if first != NO_BLOCK and g.blocks.block[first].place == EVICTABLE:
+        is_idle = first != NO_BLOCK and g.blocks.block[first].place == EVICTABLE
+        if is_idle or (flushed and first != NO_BLOCK):
             known[0] = NO_BLOCK
             tell_removed(t, k, n)
+        if is_idle and not flushed:
             t.index.evicted += 1
             g.blocks.evictions += g.columns
+        if is_idle:
             entry_blank(t, g, first)
     node_release(t, n)
+
+
+cdef void unit_evict(Groups* gs, int32_t n) noexcept nogil:
+    node_empty(gs, n, False)
 
 
 cdef void checkpoint_evict(Groups* gs, int32_t m) noexcept nogil:
@@ -647,21 +665,15 @@ cdef inline bint warm_is_next(const Tree* t, int32_t m) noexcept nogil:
     return m == NO_CHECKPOINT or 2 * (t.clock - t.more[t.warm.head].stamp) > checkpoint_age(t, m)
 
 
-cdef bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
+cdef inline bint evict_next(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil:
     """Evict what leaves first of the units, of the checkpoints, or of both. Returns whether anything may leave."""
     cdef Tree* t = gs.tree
-    cdef int32_t m
-    if seldom(t.keeping != NULL) and not (has_units and t.cold.size):
-        return evict_beside_kept(gs, has_units, has_checkpoints)
-    m = oldest_checkpoint(t) if has_checkpoints else NO_CHECKPOINT
-    if has_units and t.cold.size:
-        unit_evict(gs, t.cold.head)
-    elif has_units and t.warm.size and warm_is_next(t, m):
-        unit_evict(gs, t.warm.head)
-    elif m != NO_CHECKPOINT:
-        checkpoint_evict(gs, m)
-    else:
-        return False
+    cdef int32_t n = t.cold.head if has_units else NO_NODE
+    if has_units and not t.needs_checkpoints and t.keeping == NULL:
+        n = t.warm.head                         # no unit is cold, and there are no checkpoints
+    if n == NO_NODE:
+        return evict_warm(gs, has_units, has_checkpoints)
+    unit_evict(gs, n)
     return True
 
 
@@ -739,7 +751,7 @@ cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
     h = line_fingerprint(&t.listed[1], t.link, h)
     for n in range(t.fresh_checkpoint):
         h = mix(mix(h, t.checkpoint[n].position), <uint64_t>t.checkpoint[n].node)
-    return names_fingerprint(&t.index.names, pins_fingerprint(t, keeping_fingerprint(t, mix(h, t.has_waiting))))
+    return names_fingerprint(&t.index.names, retention_fingerprint(t, mix(h, t.has_waiting)))
 
 
 cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil:
@@ -761,12 +773,12 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
                         t.node[node.parent].depth) > 0
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        if not ends_at(t, g, k, node.depth):
+        if not ends_at(g, node.depth):
             continue
         first = node_entry(t, n, k)[0]
         if first == NO_BLOCK:
             continue
-        if t.stands[g.arena][first].node != n or t.stands[g.arena][first].role != 1 + k:
+        if not stands_for(t, g, k, first, n):
             return snprintf(finding, FINDING, b"block %d of arena %d is canonical at node %d, and stands for %d", first,
                             g.arena, n, t.stands[g.arena][first].node) > 0
         if g.blocks.block[first].place == USED and unwritten(g.blocks, first):
@@ -837,9 +849,9 @@ cdef bint check_tails(const Groups* gs, int32_t k, int32_t* needed, char* findin
     for m in range(t.fresh_checkpoint):
         n = t.checkpoint[m].node if t.checkpoint[m].position else NO_NODE
         low = first_read(g, t.checkpoint[m].position)
-        while n != NO_NODE and (g.kept or t.node[n].depth // t.span[k] > low):
-            index = t.node[n].depth // t.span[k] - 1
-            if ends_at(t, g, k, t.node[n].depth) and not g.kept <= index < low:
+        while n != NO_NODE and (g.kept or t.node[n].depth >> g.scale > low):
+            index = (t.node[n].depth >> g.scale) - 1
+            if ends_at(g, t.node[n].depth) and not g.kept <= index < low:
                 needed[n] += 1
                 first = node_entry(t, n, k)[0]
                 if first != NO_BLOCK and not t.checkpoint[m].listed and g.blocks.block[first].place == EVICTABLE:
@@ -849,7 +861,7 @@ cdef bint check_tails(const Groups* gs, int32_t k, int32_t* needed, char* findin
     for n in range(t.fresh_node):
         due = needed[n]
         needed[n] = 0
-        if t.node[n].depth == 0 or not ends_at(t, g, k, t.node[n].depth):
+        if t.node[n].depth == 0 or not ends_at(g, t.node[n].depth):
             continue
         first = node_entry(t, n, k)[0]
         if (first != NO_BLOCK) != (due > 0) or (due and node_entry(t, n, k)[1] != due):
@@ -870,31 +882,37 @@ cdef bint check_line(const Line* line, const Link* link, int32_t room, const cha
     return False
 
 
-cdef bint check_units(const Tree* t, char* finding) noexcept nogil:
-    """A node is in the line that its place says; those with a checkpoint are in the order of their use."""
-    cdef int32_t n, cold = 0, warm = 0
+cdef bint check_unit_line(const Tree* t, const Line* line, int place, int32_t rank, int32_t* count,
+                          char* finding) noexcept nogil:
+    """The units of a line have its place, and its rank if they are ASIDE; all but cold ones are in order of use."""
+    cdef int32_t n = line.head
     cdef int64_t last = 0
-    if (check_line(&t.cold, t.unit, t.fresh_node, b"cold units", finding)
-            or check_line(&t.warm, t.unit, t.fresh_node, b"warm units", finding)):
+    if check_line(line, t.unit, t.fresh_node, b"units", finding):
         return True
-    for n in range(t.fresh_node):
-        cold += (t.node[n].depth > 0) & (t.node[n].place == COLD)
-        warm += (t.node[n].depth > 0) & (t.node[n].place == WARM)
-    if cold != t.cold.size or warm != t.warm.size:
-        return snprintf(finding, FINDING, b"counted %d cold and %d warm units, their lines have %d and %d", cold, warm,
-                        t.cold.size, t.warm.size) > 0
-    n = t.cold.head
-    while n != NO_NODE and t.node[n].depth and t.node[n].place == COLD:
+    while (n != NO_NODE and t.node[n].depth and t.node[n].place == place and (place != ASIDE or t.node[n].rank == rank)
+           and (place == COLD or t.more == NULL or t.more[n].stamp > last)):
+        last = t.more[n].stamp if t.more != NULL else 0
         n = t.unit[n].next
-    if n == NO_NODE:
-        n = t.warm.head
-        while n != NO_NODE and t.node[n].depth and t.node[n].place == WARM and (
-                t.more == NULL or t.more[n].stamp > last):
-            last = t.more[n].stamp if t.more != NULL else 0
-            n = t.unit[n].next
     if n != NO_NODE:
         return snprintf(finding, FINDING, b"node %d with place %d is in a line that is not its own, or too early", n,
                         <int>t.node[n].place) > 0
+    count[0] += line.size
+    return False
+
+
+cdef bint check_units(const Tree* t, char* finding) noexcept nogil:
+    """Each unit of which something is idle is in the line that its node says."""
+    cdef int32_t n, k, count = 0
+    if (check_unit_line(t, &t.cold, COLD, 0, &count, finding)
+            or check_unit_line(t, &t.warm, WARM, 0, &count, finding)):
+        return True
+    for k in range(PRIORITIES if t.keeping != NULL else 0):
+        if check_unit_line(t, &t.keeping.units[k], ASIDE, k, &count, finding):
+            return True
+    for n in range(t.fresh_node):
+        count -= t.node[n].depth > 0 and t.node[n].place != NOWHERE
+    if count:
+        return snprintf(finding, FINDING, b"%d units are in no line", -count) > 0
     return False
 
 
@@ -974,5 +992,4 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
         if row_waits(gs, slot) and not t.has_waiting:
             return snprintf(finding, FINDING, b"sequence in slot %d waits to publish, and no plan will see it",
                             slot) > 0
-    return (check_units(t, finding) or check_checkpoints(gs, seen, finding) or check_keeping(t, seen, finding)
-            or check_pins(gs, finding))
+    return check_units(t, finding) or check_checkpoints(gs, seen, finding) or check_retention(gs, seen, finding)

@@ -34,50 +34,40 @@ cdef int blocks_room(Blocks* b, int64_t n) noexcept nogil:
     return OK
 
 
-cdef int arena_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
+cdef int tree_fit(Groups* gs, int64_t nodes, int64_t checkpoints, const int32_t* blocks) noexcept nogil:
+    """Memory for so many nodes, checkpoints, and blocks of each arena. After NO_MEMORY some may have grown."""
     cdef Tree* t = gs.tree
-    if blocks_room(gs.arena[arena], n) != OK:
-        return NO_MEMORY
-    if t == NULL:
-        return OK
-    if regrow(<void**>&t.stands[arena], n * sizeof(Standing)) != OK:
-        return NO_MEMORY
-    if t.column_after[arena] != NULL and regrow(<void**>&t.column_after[arena], n * sizeof(int32_t)) != OK:
-        return NO_MEMORY
-    if t.state_group >= 0 and gs.group[t.state_group].arena == arena and (
-            regrow(<void**>&t.load, n * sizeof(int32_t)) or regrow(<void**>&t.load_step, n * sizeof(int64_t))):
-        return NO_MEMORY
-    return OK
+    cdef TreeArray[MOST_ARRAYS] arrays
+    cdef int32_t k
+    cdef int status = OK
+    for k in range(tree_arrays(gs, nodes, checkpoints, blocks, arrays)):
+        if regrow(arrays[k].memory, arrays[k].count * arrays[k].size) != OK:
+            status = NO_MEMORY
+    if t.keeping != NULL and (regrow(<void**>&t.keeping.node, nodes * sizeof(NodeKept))
+                              or regrow(<void**>&t.keeping.ends.until, nodes * sizeof(int64_t))
+                              or regrow(<void**>&t.keeping.ends.link, nodes * sizeof(Link))):
+        status = NO_MEMORY
+    if t.width <= 1:
+        t.entry = &t.node[0].entry              # the nodes may lie elsewhere, also where other memory was missing
+    return status
 
 
-cdef int tree_room(Tree* t, const Groups* gs, const int32_t* sizes) noexcept nogil:
-    """Memory for the nodes and checkpoints that a tree over arenas of such sizes has; it never becomes less."""
-    cdef int64_t room = nodes_for(t, gs, sizes), checkpoints, path
-    if room > t.room:
-        path = min(room, gs.seq_tokens // gs.block_size)
-        if (regrow(<void**>&t.bucket, buckets_for(room) * sizeof(int32_t))
-                or regrow(<void**>&t.node, room * sizeof(Node)) or regrow(<void**>&t.unit, room * sizeof(Link))
-                or regrow(<void**>&t.tokens, room * t.block_size * sizeof(int32_t))
-                or regrow(<void**>&t.path, path * sizeof(int32_t))
-                or (t.more != NULL and regrow(<void**>&t.more, room * sizeof(NodeMore)))
-                or (t.keeping != NULL and (regrow(<void**>&t.keeping.node, room * sizeof(NodeKept))
-                                           or regrow(<void**>&t.keeping.link, room * sizeof(Link))))
-                or (t.key != NULL and regrow(<void**>&t.key, room * 16))
-                or (t.width > 1 and regrow(<void**>&t.entry, room * t.width * sizeof(int32_t)))):
-            room = -1
-        if t.width <= 1:
-            t.entry = &t.node[0].entry          # the nodes may lie elsewhere, also where other memory was missing
-        if room < 0:
-            return NO_MEMORY
-    checkpoints = checkpoints_for(t, max(room, <int64_t>t.room), sizes)
-    if checkpoints > t.checkpoint_room:
-        if (regrow(<void**>&t.checkpoint, checkpoints * sizeof(Checkpoint))
-                or regrow(<void**>&t.link, checkpoints * sizeof(Link))
-                or regrow(<void**>&t.bundle, checkpoints * max(t.bundle_size, 1) * sizeof(int32_t))):
-            return NO_MEMORY
-        t.checkpoint_room = <int32_t>checkpoints
-    if room > t.room:
-        t.room = <int32_t>room
+cdef int tree_room(Groups* gs, const int32_t* sizes) noexcept nogil:
+    """Memory for what a tree over arenas of such sizes has, where that is more. Nodes and checkpoints stay."""
+    cdef Tree* t = gs.tree
+    cdef int64_t nodes = max(nodes_for(t, gs, sizes), <int64_t>t.room)
+    cdef int64_t checkpoints = max(checkpoints_for(t, nodes, sizes), t.checkpoint_room)
+    cdef int32_t[MAX_ARENAS] blocks
+    cdef int32_t k
+    cdef bint grows = nodes > t.room or checkpoints > t.checkpoint_room
+    for k in range(gs.num_arenas):
+        blocks[k] = max(sizes[k], gs.arena[k].num_blocks)
+        grows |= sizes[k] > gs.arena[k].num_blocks
+    if grows and tree_fit(gs, nodes, checkpoints, blocks) != OK:
+        return NO_MEMORY
+    t.checkpoint_room = <int32_t>checkpoints
+    if nodes > t.room:
+        t.room = <int32_t>nodes
         tree_rehash(t)
     return OK
 
@@ -85,16 +75,11 @@ cdef int tree_room(Tree* t, const Groups* gs, const int32_t* sizes) noexcept nog
 cdef void tree_rehash(Tree* t) noexcept nogil:
     """Put all nodes that are found into as many buckets as `room` asks for."""
     cdef int32_t n
-    cdef int32_t* at
     t.num_buckets = <uint32_t>buckets_for(t.room)
     memset(t.bucket, 0xFF, t.num_buckets * sizeof(int32_t))
     for n in range(t.fresh_node):
         if t.node[n].depth and t.node[n].name != NO_NAME:
-            at = bucket_of(t, t.node[n].hash)
-            while at[0] != NO_NODE:
-                at = &t.node[at[0]].after
-            at[0] = n
-            t.node[n].after = NO_NODE
+            bucket_add(t, n)
 
 
 # ---- growing -----------------------------------------------------------------------------------------------
@@ -241,7 +226,7 @@ cdef int32_t arena_shrink(Groups* gs, int32_t arena, int32_t end, int32_t* moves
     if gs.tree != NULL:
         tree_move(gs, arena, end, moves, count)
     b.num_blocks = end
-    arena_room(gs, arena, end)          # memory that cannot be given back stays
+    blocks_room(b, end)                 # memory that cannot be given back stays
     return count
 
 
@@ -309,9 +294,9 @@ cdef int pool_resize(State* pool, const int32_t* sizes, int32_t** moves, const i
     if status != OK:
         return status
     for k in range(gs.num_arenas):
-        if sizes[k] > gs.arena[k].num_blocks and arena_room(gs, k, sizes[k]) != OK:
+        if sizes[k] > gs.arena[k].num_blocks and blocks_room(gs.arena[k], sizes[k]) != OK:
             return refused(v, NO_MEMORY, -1, sizes[k], 0, 0, 0)
-    if gs.tree != NULL and tree_room(gs.tree, gs, sizes) != OK:
+    if gs.tree != NULL and tree_room(gs, sizes) != OK:
         return refused(v, NO_MEMORY, -1, sizes[0], 0, 0, 0)
     for k in range(gs.num_arenas):
         if sizes[k] > gs.arena[k].num_blocks:
@@ -325,6 +310,8 @@ cdef int pool_resize(State* pool, const int32_t* sizes, int32_t** moves, const i
         digest = mix(digest, <uint64_t>sizes[k])
         for i in range(2 * counts[k]):
             digest = mix(digest, <uint64_t>moves[k][i])
+    if gs.tree != NULL:
+        tree_fit(gs, gs.tree.room, gs.tree.checkpoint_room, NULL)
     pool.blocks.digest = digest
     return OK
 

@@ -42,26 +42,16 @@ cdef extern from *:
     static void kv_sha256(const uint8_t *before, const void *data, int64_t size, uint8_t *out) {
         uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                              0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-        uint8_t block[64];
-        int64_t filled = before == NULL ? 0 : 16, at = 0, bits = 8 * (filled + size);
-        if (before != NULL) memcpy(block, before, 16);
-        while (size - at >= 64 - filled) {
-            memcpy(block + filled, (const uint8_t *)data + at, 64 - filled);
-            at += 64 - filled;
-            filled = 0;
+        int64_t head = before == NULL ? 0 : 16, length = head + size, end = (length + 72) / 64 * 64;
+        for (int64_t at = 0; at < end; at += 64) {
+            uint8_t block[64] = {0};
+            int64_t first = at > head ? at : head, last = at + 64 < length ? at + 64 : length;
+            if (at < head) memcpy(block, before, head);
+            if (first < last) memcpy(block + first - at, (const uint8_t *)data + first - head, last - first);
+            if (at <= length && length < at + 64) block[length - at] = 0x80;
+            for (int i = 0; at + 64 == end && i < 8; i++) block[56 + i] = (uint8_t)(8 * length >> (56 - 8 * i));
             kv_sha256_block(state, block);
         }
-        memcpy(block + filled, (const uint8_t *)data + at, size - at);
-        filled += size - at;
-        block[filled++] = 0x80;
-        if (filled > 56) {
-            memset(block + filled, 0, 64 - filled);
-            kv_sha256_block(state, block);
-            filled = 0;
-        }
-        memset(block + filled, 0, 56 - filled);
-        for (int i = 0; i < 8; i++) block[56 + i] = (uint8_t)(bits >> (56 - 8 * i));
-        kv_sha256_block(state, block);
         for (int i = 0; i < 16; i++) out[i] = (uint8_t)(state[i / 4] >> (24 - 8 * (i % 4)));
     }
     """

@@ -172,7 +172,7 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
     memset(&pool.pending, 0, sizeof(pool.pending))
     pool.blocks.newest_pending = pool.blocks.oldest_pending = 0
     if has_tree(pool):
-        flush_all_of(pool, NULL)
+        tree_flush(pool.groups, NULL)
     seqs_reset(&pool.seqs)
     blocks_reset(&pool.blocks)
     groups_reset(pool.groups)

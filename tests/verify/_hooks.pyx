@@ -113,7 +113,7 @@ cdef dict tree_fields(const Groups* gs, int32_t i):
     if t.keeping != NULL:
         fields |= {
             "rank": <size_t>&t.node[i].rank, "reasons": <size_t>&t.keeping.node[i].reasons,
-            "until": <size_t>&t.keeping.node[i].until, "num_kept": <size_t>&t.keeping.num_kept,
+            "until": <size_t>&t.keeping.ends.until[i], "num_kept": <size_t>&t.keeping.num_kept,
             "now": <size_t>&t.now,
         }
     if t.pins != NULL:
