@@ -50,7 +50,7 @@ cdef int pool_unshare(State* pool, Plan plan, int64_t group, const Ints* rows, c
     status = step_check_unshare(pool.groups, &plan.step, <int32_t>group, rows, lengths, first, &limits,
                                 pool.next_step, v)
     if status != OK:
-        step_undo_check(pool.groups, &plan.step, <const int64_t*>rows.data)
+        step_undo_check(pool.groups, &plan.step, <const int64_t*>rows.data, False)
         return status
     carry_out(pool, plan, <const int64_t*>rows.data, False, 0, 0)
     return OK

@@ -201,9 +201,9 @@ cdef inline void raise_floors(const Log* log, Blocks* b) noexcept nogil:
 
 # ---- rows that are steady ----------------------------------------------------------------------------------
 
-cdef inline bint other_columns_own(const LayerGroup* g, int32_t slot, int64_t index) noexcept nogil:
-    """`is_own` of all columns of an entry but the first."""
-    cdef const int32_t* ids = group_row(g, slot) + index * g.columns
+cdef inline bint other_columns_own(const LayerGroup* g, int32_t slot, int64_t position) noexcept nogil:
+    """`is_own` of all columns but the first of the entry of a position."""
+    cdef const int32_t* ids = group_row(g, slot) + entry_at(g, held_of(g, slot, position)) * g.columns
     cdef int32_t c
     for c in range(1, g.columns):
         if not is_own(&g.blocks.block[ids[c]]):
@@ -214,7 +214,7 @@ cdef inline bint other_columns_own(const LayerGroup* g, int32_t slot, int64_t in
 cdef inline bint fits_in_tail(const LayerGroup* g, const Tail* t, int32_t slot, int64_t position) noexcept nogil:
     """Whether the token at a position goes into the tail of a row, and nobody else refers to that."""
     return t.next_slot < t.stop_slot and is_own(&g.blocks.block[t.block]) and (
-        g.columns == 1 or other_columns_own(g, slot, entry_at(g, held_of(g, slot, position))))
+        g.columns == 1 or other_columns_own(g, slot, position))
 
 
 cdef int64_t left_by_all(const Groups* gs, int32_t slot) noexcept nogil:
@@ -264,13 +264,6 @@ cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t
 
 # ---- pass 1: check -----------------------------------------------------------------------------------------
 
-cdef inline void note_row(Step* p, Seq* q, int64_t step_id) noexcept nogil:
-    """The next row was judged."""
-    p.prev_step[p.num_rows] = q.last_step
-    q.last_step = step_id
-    p.num_rows += 1
-
-
 cdef inline void note_changed(StepPart* part, int32_t row) noexcept nogil:
     """The plan shows another table than the row has, or gets in this step."""
     part.stale[part.num_stale] = row
@@ -310,41 +303,61 @@ cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot) noexc
     return OK
 
 
+cdef void leave_tails(Groups* gs, const Step* p, int32_t row, int32_t slot, int32_t end) noexcept nogil:
+    """Undo `put_in_tail` of a row in the groups before `end`."""
+    cdef StepPart* part
+    cdef int32_t k
+    for k in range(end):
+        part = p.part[k]
+        if gs.group[k].kind != STATE_LAYERS:
+            tail_of(&gs.group[k], slot).next_slot -= 1
+            part.num_stale -= part.num_stale > 0 and part.stale[part.num_stale - 1] == row
+
+
 cdef int serve_in_tails(Groups* gs, Step* p, const int64_t* handle, int32_t end, const Limits* limits,
                         int64_t step_id) noexcept nogil:
     """Serve the rows before `end` that do no more than put a token into their own tails, and move their states."""
     cdef Seq* seq = gs.seqs.seq
-    cdef int32_t i, k, slot, max_seqs = gs.seqs.max_seqs, num_groups = gs.num_groups
-    cdef bint moves = gs.has_states and gs.pends, narrow = is_narrow(gs, limits)
+    cdef int32_t i = p.num_rows, k, slot, max_seqs = gs.seqs.max_seqs, num_groups = gs.num_groups
+    cdef bint moves = gs.has_states and gs.pends, narrow = is_narrow(gs, limits), dry = p.plan == NULL
+    cdef int status = OK
     cdef const LayerGroup* g
+    cdef Tail* t
     cdef Seq* q
-    for i in range(p.num_rows, end):
+    while i < end:
         slot = slot_of(handle[i])
         if slot >= max_seqs:
-            return OK
+            break
         q = &seq[slot]
         if q.handle != handle[i] or q.last_step == step_id or (narrow and not within(gs, p, q, limits)):
-            return OK
-        for k in range(num_groups):
+            break
+        k = 0
+        while k < num_groups:
             g = &gs.group[k]
             if g.kind != STATE_LAYERS:
-                if not fits_in_tail(g, tail_of(g, slot), slot, q.num_tokens):
-                    return OK
+                t = tail_of(g, slot)
+                if not fits_in_tail(g, t, slot, q.num_tokens):
+                    break
+                if not dry:
+                    put_in_tail(p.part[k], t, i)
             elif (q.num_tokens == 0 or q.num_tokens == q.num_blocks * gs.block_size
                   or not (gs.needed[g.arena] < blocks_available(g.blocks) if moves
                           else is_own(&g.blocks.block[g.table[slot]]))):
-                return OK
-        if moves and move_states(gs, p, i, slot) != OK:
-            return NO_MEMORY
-        note_row(p, q, step_id)
-        if p.plan == NULL:
-            continue
-        for k in range(num_groups):
-            if gs.group[k].kind != STATE_LAYERS:
-                put_in_tail(p.part[k], tail_of(&gs.group[k], slot), i)
-        q.num_tokens += 1
-        p.length[i] = q.num_tokens
-    return OK
+                break
+            k += 1
+        if moves and k == num_groups:
+            status = move_states(gs, p, i, slot)
+        if k < num_groups or status != OK:
+            leave_tails(gs, p, i, slot, 0 if dry else k)
+            break
+        p.prev_step[i] = q.last_step
+        q.last_step = step_id
+        if not dry:
+            q.num_tokens += 1
+            p.length[i] = q.num_tokens
+        i += 1
+    p.num_rows = i
+    return status
 
 
 cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, StepPart* part, const Seq* q, int32_t row, int64_t new,
@@ -417,7 +430,9 @@ cdef int check_row(Groups* gs, Step* p, int32_t slot, int64_t new, const Limits*
                 note_changed(p.part[k], row)
     event.appended = <int32_t>(blocks - q.num_blocks)
     p.num_events += 1
-    note_row(p, q, step_id)
+    p.num_rows += 1
+    p.prev_step[row] = q.last_step
+    q.last_step = step_id
     return OK
 
 
@@ -457,7 +472,7 @@ cdef inline void begin_check(Groups* gs, Step* p) noexcept nogil:
     for k in range(gs.num_groups):
         part = p.part[k]
         part.num_changes = part.num_stale = part.log.size = 0
-    memset(gs.needed, 0, gs.num_arenas * sizeof(int64_t))
+    memset(gs.needed, 0, sizeof(gs.needed))
     p.num_rows = 0
     p.num_events = 0
     p.num_tokens = 0
@@ -508,17 +523,18 @@ cdef int step_check(Groups* gs, Step* p, const Ints* handles, const Ints* num_ne
     return OK
 
 
-cdef void step_undo_check(Groups* gs, const Step* p, const int64_t* handle) noexcept nogil:
-    """Take back what was noted of the rows that were judged, and the tokens of those that were served."""
+cdef void step_undo_check(Groups* gs, const Step* p, const int64_t* handle, bint steady) noexcept nogil:
+    """Put back what was moved for the rows that were judged. `steady`: lengths of rows with an event, too."""
     cdef int32_t i, k, slot, at = 0
+    cdef bint moved
     for k in range(gs.num_groups):
         log_undo(&p.part[k].log, gs.group[k].blocks, 0)
     for i in range(p.num_rows):
         slot = slot_of(handle[i])
         gs.seqs.seq[slot].last_step = p.prev_step[i]
-        if at < p.num_events and p.event[at].row == i:
-            at += 1
-        elif p.plan != NULL:
+        moved = at == p.num_events or p.event[at].row != i
+        at += not moved
+        if p.plan != NULL and (moved or steady):
             gs.seqs.seq[slot].num_tokens -= 1
             tails_refresh(gs, slot)
 
@@ -606,10 +622,9 @@ cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p)
                                           part.num_copies, &digest)
             log += change.replaced
             tail_of(g, slot).epoch += 1
-        ids += <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns
-        if change.appended == 1:
-            ids[0] = blocks_take(b)
-        elif change.appended:
+        if g.kind != STATE_LAYERS:
+            ids += <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns - change.appended
+        if change.appended:
             blocks_take_many(b, ids, change.appended)
         for k in range(change.appended):
             digest = mix(digest, ids[k])
@@ -617,57 +632,61 @@ cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p)
     gs.arena[0].digest = digest
 
 
-cdef void commit_event(Groups* gs, const Step* p, const Event* event, bint steady) noexcept nogil:
-    """The length and the tails of a row that did more, whose blocks are taken."""
-    cdef int32_t i = event.row, k, slot = slot_of(p.handle[i])
+cdef void enter_tail(const Groups* gs, LayerGroup* g, StepPart* part, const Step* p, const Event* event,
+                     bint steady) noexcept nogil:
+    """The tail of a row that did more, whose blocks are taken and whose length has moved."""
+    cdef int32_t slot = slot_of(p.handle[event.row])
+    cdef int64_t length = p.length[event.row]
     cdef bint served = event.q_len > 0
-    cdef Seq* q = &gs.seqs.seq[slot]
-    cdef Tail* t
-    q.num_blocks += event.appended
-    q.num_tokens += event.q_len
-    gs.seqs.sum_blocks += event.appended
-    p.length[i] = q.num_tokens
-    for k in range(gs.num_groups):
-        if gs.group[k].kind != STATE_LAYERS:
-            t = tail_of(&gs.group[k], slot)
-            tail_refresh(gs, &gs.group[k], slot, q.num_tokens - served)
-            p.part[k].slot[i] = t.next_slot
-            t.next_slot += served
-            if t.next_slot == t.stop_slot and not steady:       # there may be room in the entry behind
-                tail_refresh(gs, &gs.group[k], slot, q.num_tokens)
+    cdef Tail* t = tail_of(g, slot)
+    tail_refresh(gs, g, slot, length - served)
+    part.slot[event.row] = t.next_slot
+    if t.next_slot + served == t.stop_slot and not steady:      # there may be room in the entry behind
+        tail_refresh(gs, g, slot, length)
+    elif g.kind != STATE_LAYERS:
+        t.next_slot += served
 
 
-cdef void commit_rows(Groups* gs, const Step* p, bint steady) noexcept nogil:
-    """Take the blocks that a step needs, group by group, and serve the rows that did more than a steady one."""
+cdef inline void begin_commit(Groups* gs, const Step* p) noexcept nogil:
+    """Make room for the blocks that rows need, and say that they have them."""
     cdef int32_t k
     for k in range(gs.num_arenas if gs.tree != NULL else 0):
         tree_make_room(gs, k, gs.needed[k])
-    for k in range(gs.num_groups):
-        commit_group(gs, &gs.group[k], p.part[k], p)
     for k in range(p.num_events):
-        commit_event(gs, p, &p.event[k], steady)
-    gs.seqs.sum_tokens += p.num_tokens
+        gs.seqs.seq[slot_of(p.handle[p.event[k].row])].num_blocks += p.event[k].appended
+        gs.seqs.sum_blocks += p.event[k].appended
 
 
 cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance) noexcept nogil:
     cdef uint64_t digest
-    cdef int32_t i, at = 0
+    cdef const Event* event = p.event
+    cdef int32_t i, k, at = 0
+    cdef Seq* q
     p.uniform = advance
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
     p.mixed_rows = NO_BATCH
     if gs.tree != NULL:
         tree_loads(gs, p, advance)
-    commit_rows(gs, p, False)
+    begin_commit(gs, p)
+    for k in range(gs.num_groups):
+        commit_group(gs, &gs.group[k], p.part[k], p)
+    for i in range(p.num_events):
+        q = &gs.seqs.seq[slot_of(p.handle[event[i].row])]
+        q.num_tokens += event[i].q_len
+        p.length[event[i].row] = q.num_tokens
+        p.uniform &= event[i].q_len == 1
+        for k in range(gs.num_groups):
+            enter_tail(gs, &gs.group[k], p.part[k], p, &event[i], False)
     digest = gs.arena[0].digest
     for i in range(p.num_rows):
-        if at < p.num_events and p.event[at].row == i:
-            p.uniform &= p.event[at].q_len == 1
-            if p.event[at].q_len != 1:
-                digest = mix(digest, (<uint64_t>p.event[at].q_len << 1) | p.event[at].served)
+        if at < p.num_events and event[at].row == i:
+            if event[at].q_len != 1:
+                digest = mix(digest, (<uint64_t>event[at].q_len << 1) | event[at].served)
             at += 1
         digest = mix(digest, <uint64_t>untagged(gs.seqs, p.handle[i]) ^ (<uint64_t>p.length[i] << 20))
     gs.arena[0].digest = digest
+    gs.seqs.sum_tokens += p.num_tokens
     if gs.tree != NULL and advance:
         tree_saves(gs, p)
 
@@ -688,15 +707,18 @@ cdef inline void append_to(Groups* gs, const LayerGroup* g, StepPart* part, int3
     kv_prefetch(group_row(g, slot) + <int64_t>entries * g.columns)
 
 
-cdef bint begin_entry(Groups* gs, const LayerGroup* g, StepPart* part, int32_t slot, int32_t row) noexcept nogil:
+cdef bint begin_entry(Groups* gs, const LayerGroup* g, StepPart* part, int32_t slot, int32_t row,
+                      int64_t position) noexcept nogil:
     """A row gets room for `unit` blocks more: what it appends in a group. False: it is not steady there."""
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef int32_t entries = entries_of(g, slot, q.num_blocks), more = entries_of(g, slot, q.num_blocks + gs.unit)
-    cdef int64_t index = entry_at(g, held_of(g, slot, q.num_tokens))
+    cdef int64_t index = entry_at(g, held_of(g, slot, position))
     if more > part.width:
         return False
     if index < entries:                         # a block of several of the pool's: there is room in it
-        if not (is_own(&g.blocks.block[group_row(g, slot)[index * g.columns]]) and other_columns_own(g, slot, index)):
+        if not is_own(&g.blocks.block[group_row(g, slot)[index * g.columns]]):
+            return False
+        if not other_columns_own(g, slot, position):
             return False
     if more > entries:
         append_to(gs, g, part, slot, row, entries, more - entries)
@@ -705,8 +727,8 @@ cdef bint begin_entry(Groups* gs, const LayerGroup* g, StepPart* part, int32_t s
     return True
 
 
-cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
-                                   int64_t step_id) noexcept nogil:
+cdef Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
+                            int64_t step_id) noexcept nogil:
     """Serve one token to each row in the first group, up to the first row that is not steady: its number is returned.
 
     This loop is the whole cost of a steady step of one group: it touches every sequence once, and all it reads is in
@@ -745,7 +767,7 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
             if seldom(looked or seen[i] != q.lead.version):     # what the plan shows was within its limits
                 if narrow and not within(gs, p, q, limits):
                     break
-                if wide and not fits_in_tail(g, &q.lead, <int32_t>slot, q.num_tokens):
+                if wide and not other_columns_own(g, <int32_t>slot, q.num_tokens):
                     break
                 if seen[i] != q.lead.version:
                     note_changed(part, <int32_t>i)
@@ -757,16 +779,13 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
             if by_one and q.num_blocks < most:
                 append_to(gs, g, part, <int32_t>slot, <int32_t>i, q.num_blocks, 1)
             elif not (within(gs, p, q, limits)
-                      and begin_entry(gs, g, part, <int32_t>slot, <int32_t>i)):
+                      and begin_entry(gs, g, part, <int32_t>slot, <int32_t>i, q.num_tokens)):
                 break
             event = &p.event[p.num_events]
             event.row = <int32_t>i
             event.q_len = event.served = 1
             event.appended = gs.unit
             p.num_events += 1
-            prev[i] = q.last_step
-            q.last_step = step_id
-            continue
         length = q.num_tokens + 1
         q.num_tokens = length
         lengths[i] = length
@@ -789,17 +808,37 @@ cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* hand
         slot = slot_of(handle[i])
         t = tail_of(g, slot)
         if seldom(i == begins):
-            if not begin_entry(gs, g, part, slot, i):
+            if not begin_entry(gs, g, part, slot, i, p.length[i] - 1):
                 return False
             at += 1
             begins = p.event[at].row if at < p.num_events else -1
             continue
         if t.next_slot >= t.stop_slot or not is_own(&block[t.block]):
             return False
-        if seldom(wide) and not fits_in_tail(g, t, slot, p.length[i] - 1):
+        if seldom(wide) and not other_columns_own(g, slot, p.length[i] - 1):
             return False
         put_in_tail(part, t, i)
     return True
+
+
+cdef void take_begun(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
+    """`commit_group` and `enter_tail` for rows that each append one id in a group that grows by one."""
+    cdef uint64_t digest = gs.arena[0].digest
+    cdef int32_t i, row, slot
+    cdef Tail* t
+    for i in range(p.num_events):
+        row = p.event[i].row
+        slot = slot_of(p.handle[row])
+        t = tail_of(g, slot)
+        t.block = blocks_take(g.blocks)
+        group_row(g, slot)[gs.seqs.seq[slot].num_blocks - 1] = t.block
+        digest = mix(digest, t.block)
+        new_version(g, slot)
+        part.slot[row] = t.block * g.block_size
+        t.next_slot = part.slot[row] + 1
+        t.stop_slot = part.slot[row] + g.block_size
+    part.num_copies = 0
+    gs.arena[0].digest = digest
 
 
 cdef void keep_handles(const Seqs* s, Step* p, const int64_t* handle, int32_t n) noexcept nogil:
@@ -819,7 +858,7 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
     """Serve a batch in one pass, if every row is steady and the blocks are there. If not, all is as it was."""
     cdef const int64_t* handle = <const int64_t*>handles.data
     cdef Py_ssize_t n = handles.size
-    cdef int32_t k = 1
+    cdef int32_t i, k = 1
     if gs.has_states or n > limits.max_tokens or run_of_ones(num_new, 0, n) != n:
         return False
     begin_check(gs, p)
@@ -827,13 +866,21 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
     while p.num_rows == n and k < gs.num_groups and steady_tails(gs, p, k, handle):
         k += 1
     if p.num_rows < n or k < gs.num_groups or short_arena(gs) >= 0:
-        step_undo_check(gs, p, handle)
+        step_undo_check(gs, p, handle, True)
         return False
     keep_handles(gs.seqs, p, handle, <int32_t>n)
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_STEP), p.mixed)
     p.num_tokens = n
     p.uniform = True
-    commit_rows(gs, p, True)
+    gs.seqs.sum_tokens += n
+    begin_commit(gs, p)
+    for k in range(gs.num_groups):
+        if grows_by_one(gs, &gs.group[k]):
+            take_begun(gs, &gs.group[k], p.part[k], p)
+            continue
+        commit_group(gs, &gs.group[k], p.part[k], p)
+        for i in range(p.num_events):
+            enter_tail(gs, &gs.group[k], p.part[k], p, &p.event[i], True)
     return True
 
 
@@ -981,11 +1028,7 @@ cdef void rollback_group(LayerGroup* g, const StepPart* part, const Step* p, con
 cdef void step_rollback(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
     """Undo the newest step, which is off the list already: the last group first."""
     cdef Seqs* s = gs.seqs
-    cdef const Event* event
-    cdef Event plain
-    cdef int32_t i, k, slot, at = 0
-    plain.q_len = 1
-    plain.appended = 0
+    cdef int32_t i, k, slot, q_len, appended, at = 0
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_ROLLBACK), p.num_rows)
     if gs.tree != NULL:
         tree_undo(gs, p)
@@ -993,17 +1036,17 @@ cdef void step_rollback(Groups* gs, const Pending* pending, const Step* p) noexc
     for k in range(gs.num_arenas):
         blocks_lower_fences(gs.arena[k])
     for i in range(p.num_rows):
-        event = &plain
+        q_len, appended = 1, 0
         if at < p.num_events and p.event[at].row == i:
-            event = &p.event[at]
+            q_len, appended = p.event[at].q_len, p.event[at].appended
             at += 1
         slot = seq_find(s, p.handle[i])
         if slot >= 0:
             s.seq[slot].last_step = p.prev_step[i]
-            s.seq[slot].num_tokens -= event.q_len
-            s.seq[slot].num_blocks -= event.appended
-            s.sum_tokens -= event.q_len
-            s.sum_blocks -= event.appended
+            s.seq[slot].num_tokens -= q_len
+            s.seq[slot].num_blocks -= appended
+            s.sum_tokens -= q_len
+            s.sum_blocks -= appended
     for k in range(gs.num_groups - 1, -1, -1):
         rollback_group(&gs.group[k], p.part[k], p, s)
         wire_forget(&p.part[k].wire, p.num_rows, False)

@@ -63,7 +63,7 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
         return OK
     status = step_check(pool.groups, p, rows, new, &limits, advance, partial, pool.next_step, v)
     if status != OK:
-        step_undo_check(pool.groups, p, <const int64_t*>rows.data)
+        step_undo_check(pool.groups, p, <const int64_t*>rows.data, False)
         return status
     carry_out(pool, plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, <int64_t>0))
     return OK
@@ -104,7 +104,7 @@ cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept
     limits.seq_tokens = pool.groups.seq_tokens
     limits.length = pool.groups.longest
     status = step_check(pool.groups, &pool.scratch, rows, new, &limits, True, False, pool.next_step, v)
-    step_undo_check(pool.groups, &pool.scratch, <const int64_t*>rows.data)
+    step_undo_check(pool.groups, &pool.scratch, <const int64_t*>rows.data, False)
     return status
 
 
