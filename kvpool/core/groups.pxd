@@ -200,7 +200,7 @@ cdef struct Step:
     bint noted_done             # done was called while an older plan was pending
     Step* newer                 # the next pending step, NULL: this is the newest
     Step* older
-    void* plan                  # the Plan whose step this is, NULL: a dry run
+    void* plan                  # the Plan whose step this is
 
 
 cdef struct Pending:            # the steps that are neither done nor rolled back

@@ -80,8 +80,7 @@ cdef int part_init(StepPart* part, int32_t max_rows) noexcept nogil:
     part.stale = <int32_t*>xcalloc(max_rows, sizeof(int32_t))
     part.log.room = 16
     part.log.entry = <Replaced*>xcalloc(part.log.room, sizeof(Replaced))
-    if (part.change == NULL or part.slot == NULL or part.stale == NULL or part.log.entry == NULL
-            or wire_init(&part.wire, max_rows) != OK):
+    if part.change == NULL or part.slot == NULL or part.stale == NULL or part.log.entry == NULL:
         part_free(part)
         return NO_MEMORY
     return OK

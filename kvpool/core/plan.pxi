@@ -90,7 +90,7 @@ cdef class PlanGroup:
         self.kind, self.columns = group.kind, group.columns
         self.num_slots = group.blocks.num_blocks * group.block_size
         self.tokens = tokens
-        if part_init(data, <int32_t>rows) != OK:
+        if part_init(data, <int32_t>rows) != OK or wire_init(&data.wire, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
         if group.kind == STATE_LAYERS:
             data.state_src = <int32_t*>self.add("state_src", (rows,), True)

@@ -13,10 +13,10 @@ Why it is so:
 
 - A row is steady if it has one token and needs no copy; it may take a block. `step_steady` judges a
   batch of such rows group by group, `step_check` every other batch, row by row.
-- Both move the lengths and tails of rows that need no block, but in a dry run, and reference counts,
-  holds and floors, as if the rows had been served in order, because what a row may write depends on
-  what the rows before it released. They take no block. So `step_undo_check` puts back what a refused
-  step moved, and the commit cannot fail.
+- The check moves reference counts, holds and floors as if the rows had been served in order, because
+  what a row may write depends on what the rows before it released. It takes no block. So a refusal
+  undoes the log, and the commit cannot fail. `step_steady` moves lengths and tails, too, as it goes,
+  and puts them back if a row is not steady, or if blocks are missing.
 - The log of the check is the log of the rollback. It has the ids that were replaced alone: appended
   ones stand in `Change.appended`, and what a window lets go of, when a step passes, is in neither.
   `old_floor` undoes a check, which ends in reverse order at once. A step ends when others are
@@ -264,30 +264,12 @@ cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t
 
 # ---- pass 1: check -----------------------------------------------------------------------------------------
 
-cdef inline void note_changed(StepPart* part, int32_t row) noexcept nogil:
-    """The plan shows another table than the row has, or gets in this step."""
-    part.stale[part.num_stale] = row
-    part.num_stale += 1
-
-
-cdef inline void put_in_tail(StepPart* part, Tail* t, int32_t row) noexcept nogil:
-    part.slot[row] = t.next_slot
-    t.next_slot += 1
-    if seldom(part.wire.seen[row] != t.version):
-        note_changed(part, row)
-
-
 cdef inline void note_change(StepPart* part, int32_t row, int32_t replaced, int32_t appended) noexcept nogil:
     cdef Change* change = &part.change[part.num_changes]
     change.row = row
     change.replaced = replaced
     change.appended = appended
     part.num_changes += 1
-
-
-cdef inline bint changes_row(const StepPart* part, int32_t row) noexcept nogil:
-    """Whether there is a change of a row, than which none behind it was judged."""
-    return part.num_changes and part.change[part.num_changes - 1].row == row
 
 
 cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot) noexcept nogil:
@@ -303,61 +285,36 @@ cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot) noexc
     return OK
 
 
-cdef void leave_tails(Groups* gs, const Step* p, int32_t row, int32_t slot, int32_t end) noexcept nogil:
-    """Undo `put_in_tail` of a row in the groups before `end`."""
-    cdef StepPart* part
-    cdef int32_t k
-    for k in range(end):
-        part = p.part[k]
-        if gs.group[k].kind != STATE_LAYERS:
-            tail_of(&gs.group[k], slot).next_slot -= 1
-            part.num_stale -= part.num_stale > 0 and part.stale[part.num_stale - 1] == row
-
-
-cdef int serve_in_tails(Groups* gs, Step* p, const int64_t* handle, int32_t end, const Limits* limits,
+cdef int check_in_tails(Groups* gs, Step* p, const int64_t* handle, int32_t end, const Limits* limits,
                         int64_t step_id) noexcept nogil:
-    """Serve the rows before `end` that do no more than put a token into their own tails, and move their states."""
+    """Judge the rows before `end` that do no more than put a token into their own tails, and move their states."""
     cdef Seq* seq = gs.seqs.seq
-    cdef int32_t i = p.num_rows, k, slot, max_seqs = gs.seqs.max_seqs, num_groups = gs.num_groups
-    cdef bint moves = gs.has_states and gs.pends, narrow = is_narrow(gs, limits), dry = p.plan == NULL
-    cdef int status = OK
+    cdef int32_t i, k, slot, max_seqs = gs.seqs.max_seqs, num_groups = gs.num_groups
+    cdef bint moves = gs.has_states and gs.pends, narrow = is_narrow(gs, limits)
     cdef const LayerGroup* g
-    cdef Tail* t
     cdef Seq* q
-    while i < end:
+    for i in range(p.num_rows, end):
         slot = slot_of(handle[i])
         if slot >= max_seqs:
-            break
+            return OK
         q = &seq[slot]
         if q.handle != handle[i] or q.last_step == step_id or (narrow and not within(gs, p, q, limits)):
-            break
-        k = 0
-        while k < num_groups:
+            return OK
+        for k in range(num_groups):
             g = &gs.group[k]
             if g.kind != STATE_LAYERS:
-                t = tail_of(g, slot)
-                if not fits_in_tail(g, t, slot, q.num_tokens):
-                    break
-                if not dry:
-                    put_in_tail(p.part[k], t, i)
+                if not fits_in_tail(g, tail_of(g, slot), slot, q.num_tokens):
+                    return OK
             elif (q.num_tokens == 0 or q.num_tokens == q.num_blocks * gs.block_size
                   or not (gs.needed[g.arena] < blocks_available(g.blocks) if moves
                           else is_own(&g.blocks.block[g.table[slot]]))):
-                break
-            k += 1
-        if moves and k == num_groups:
-            status = move_states(gs, p, i, slot)
-        if k < num_groups or status != OK:
-            leave_tails(gs, p, i, slot, 0 if dry else k)
-            break
+                return OK
+        if moves and move_states(gs, p, i, slot) != OK:
+            return NO_MEMORY
         p.prev_step[i] = q.last_step
         q.last_step = step_id
-        if not dry:
-            q.num_tokens += 1
-            p.length[i] = q.num_tokens
-        i += 1
-    p.num_rows = i
-    return status
+        p.num_rows = i + 1
+    return OK
 
 
 cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, StepPart* part, const Seq* q, int32_t row, int64_t new,
@@ -426,8 +383,6 @@ cdef int check_row(Groups* gs, Step* p, int32_t slot, int64_t new, const Limits*
             entries = entries_of(g, slot, blocks)
             if entries > p.part[k].width:
                 return refused(v, TABLE_TOO_WIDE, row, entries, 0, p.part[k].width, 0)
-            if changes_row(p.part[k], row) or p.part[k].wire.seen[row] != tail_of(g, slot).version:
-                note_changed(p.part[k], row)
     event.appended = <int32_t>(blocks - q.num_blocks)
     p.num_events += 1
     p.num_rows += 1
@@ -445,25 +400,21 @@ cdef inline int32_t short_arena(const Groups* gs) noexcept nogil:
     return -1
 
 
-cdef void skip_row(Groups* gs, Step* p, int32_t slot) noexcept nogil:
+cdef void skip_row(Groups* gs, Step* p) noexcept nogil:
     """The last row that was checked gets nothing, in no group."""
     cdef Event* event = &p.event[p.num_events - 1]
-    cdef LayerGroup* g
     cdef StepPart* part
     cdef const Change* change
     cdef int32_t k
     event.served = 0
     event.q_len = event.appended = 0
     for k in range(gs.num_groups):
-        g = &gs.group[k]
         part = p.part[k]
-        if changes_row(part, event.row):
+        if part.num_changes and part.change[part.num_changes - 1].row == event.row:
             part.num_changes -= 1
             change = &part.change[part.num_changes]
-            gs.needed[g.arena] -= change.replaced + change.appended
-            log_undo(&part.log, g.blocks, part.log.size - change.replaced)
-            if g.kind != STATE_LAYERS:
-                part.num_stale -= part.wire.seen[event.row] == tail_of(g, slot).version
+            gs.needed[gs.group[k].arena] -= change.replaced + change.appended
+            log_undo(&part.log, gs.group[k].blocks, part.log.size - change.replaced)
 
 
 cdef inline void begin_check(Groups* gs, Step* p) noexcept nogil:
@@ -490,7 +441,7 @@ cdef int step_check(Groups* gs, Step* p, const Ints* handles, const Ints* num_ne
         if advance:
             ones = <int32_t>run_of_ones(num_new, max(i, ones), rows)
             end = <int32_t>min(<int64_t>ones, i + min(limits.max_tokens - asked, <int64_t>rows))
-            if serve_in_tails(gs, p, handle, end, limits, step_id) != OK:
+            if check_in_tails(gs, p, handle, end, limits, step_id) != OK:
                 return refused(v, NO_MEMORY, i, rows, 0, 0, 0)
             asked += p.num_rows - i
             i = p.num_rows
@@ -513,7 +464,7 @@ cdef int step_check(Groups* gs, Step* p, const Ints* handles, const Ints* num_ne
             short_row = i
             arena = lacking
         if lacking >= 0 and partial:
-            skip_row(gs, p, slot)
+            skip_row(gs, p)
             unserved += new
         i += 1
     p.num_tokens = asked - unserved
@@ -523,18 +474,15 @@ cdef int step_check(Groups* gs, Step* p, const Ints* handles, const Ints* num_ne
     return OK
 
 
-cdef void step_undo_check(Groups* gs, const Step* p, const int64_t* handle, bint steady) noexcept nogil:
-    """Put back what was moved for the rows that were judged. `steady`: lengths of rows with an event, too."""
-    cdef int32_t i, k, slot, at = 0
-    cdef bint moved
+cdef void step_undo_check(Groups* gs, const Step* p, const int64_t* handle, bint served) noexcept nogil:
+    """Put back what was noted of the rows that were judged. `served`: each has got its token already."""
+    cdef int32_t i, k, slot
     for k in range(gs.num_groups):
         log_undo(&p.part[k].log, gs.group[k].blocks, 0)
     for i in range(p.num_rows):
         slot = slot_of(handle[i])
         gs.seqs.seq[slot].last_step = p.prev_step[i]
-        moved = at == p.num_events or p.event[at].row != i
-        at += not moved
-        if p.plan != NULL and (moved or steady):
+        if served:
             gs.seqs.seq[slot].num_tokens -= 1
             tails_refresh(gs, slot)
 
@@ -632,6 +580,44 @@ cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p)
     gs.arena[0].digest = digest
 
 
+cdef inline void note_changed(StepPart* part, int32_t row) noexcept nogil:
+    """The plan shows another table than the row has, or gets in this step."""
+    part.stale[part.num_stale] = row
+    part.num_stale += 1
+
+
+cdef inline void put_in_tail(StepPart* part, Tail* t, int32_t row) noexcept nogil:
+    part.slot[row] = t.next_slot
+    t.next_slot += 1
+    if seldom(part.wire.seen[row] != t.version):
+        note_changed(part, row)
+
+
+cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handle, int32_t first, int32_t end) noexcept nogil:
+    cdef int32_t i
+    for i in range(first, end):
+        put_in_tail(part, tail_of(g, slot_of(handle[i])), i)
+
+
+cdef void commit_simple(Groups* gs, const Step* p, int32_t first, int32_t end) noexcept nogil:
+    """Serve rows that put a token into their tails."""
+    cdef const Seqs* s = gs.seqs
+    cdef uint64_t digest = gs.arena[0].digest
+    cdef int32_t i, k
+    cdef Seq* q
+    if first == end:
+        return
+    for i in range(first, end):
+        q = &s.seq[slot_of(p.handle[i])]
+        q.num_tokens += 1
+        p.length[i] = q.num_tokens
+        digest = mix(digest, <uint64_t>untagged(s, p.handle[i]) ^ (<uint64_t>q.num_tokens << 20))
+    gs.arena[0].digest = digest
+    for k in range(gs.num_groups):
+        if gs.group[k].kind != STATE_LAYERS:
+            commit_tails(&gs.group[k], p.part[k], p.handle, first, end)
+
+
 cdef void enter_tail(const Groups* gs, LayerGroup* g, StepPart* part, const Step* p, const Event* event,
                      bint steady) noexcept nogil:
     """The tail of a row that did more, whose blocks are taken and whose length has moved."""
@@ -639,12 +625,17 @@ cdef void enter_tail(const Groups* gs, LayerGroup* g, StepPart* part, const Step
     cdef int64_t length = p.length[event.row]
     cdef bint served = event.q_len > 0
     cdef Tail* t = tail_of(g, slot)
+    if g.kind == STATE_LAYERS:
+        return
     tail_refresh(gs, g, slot, length - served)
     part.slot[event.row] = t.next_slot
-    if t.next_slot + served == t.stop_slot and not steady:      # there may be room in the entry behind
+    t.next_slot += served
+    if steady:                              # it was noted by `begin_entry`
+        return
+    if t.next_slot == t.stop_slot:          # there may be room in the entry behind
         tail_refresh(gs, g, slot, length)
-    elif g.kind != STATE_LAYERS:
-        t.next_slot += served
+    if part.wire.seen[event.row] != t.version:
+        note_changed(part, event.row)
 
 
 cdef inline void begin_commit(Groups* gs, const Step* p) noexcept nogil:
@@ -658,12 +649,12 @@ cdef inline void begin_commit(Groups* gs, const Step* p) noexcept nogil:
 
 
 cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance) noexcept nogil:
-    cdef uint64_t digest
-    cdef const Event* event = p.event
-    cdef int32_t i, k, at = 0
+    cdef Blocks* b = gs.arena[0]
+    cdef const Event* event
+    cdef int32_t i, k, done = 0
     cdef Seq* q
     p.uniform = advance
-    gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
+    b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
     p.mixed_rows = NO_BATCH
     if gs.tree != NULL:
@@ -672,20 +663,19 @@ cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance)
     for k in range(gs.num_groups):
         commit_group(gs, &gs.group[k], p.part[k], p)
     for i in range(p.num_events):
-        q = &gs.seqs.seq[slot_of(p.handle[event[i].row])]
-        q.num_tokens += event[i].q_len
-        p.length[event[i].row] = q.num_tokens
-        p.uniform &= event[i].q_len == 1
+        event = &p.event[i]
+        commit_simple(gs, p, done, event.row)
+        done = event.row + 1
+        q = &gs.seqs.seq[slot_of(p.handle[event.row])]
+        q.num_tokens += event.q_len
+        p.length[event.row] = q.num_tokens
         for k in range(gs.num_groups):
-            enter_tail(gs, &gs.group[k], p.part[k], p, &event[i], False)
-    digest = gs.arena[0].digest
-    for i in range(p.num_rows):
-        if at < p.num_events and event[at].row == i:
-            if event[at].q_len != 1:
-                digest = mix(digest, (<uint64_t>event[at].q_len << 1) | event[at].served)
-            at += 1
-        digest = mix(digest, <uint64_t>untagged(gs.seqs, p.handle[i]) ^ (<uint64_t>p.length[i] << 20))
-    gs.arena[0].digest = digest
+            enter_tail(gs, &gs.group[k], p.part[k], p, event, False)
+        p.uniform &= event.q_len == 1
+        if event.q_len != 1:
+            b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
+        b.digest = mix(b.digest, <uint64_t>untagged(gs.seqs, q.handle) ^ (<uint64_t>q.num_tokens << 20))
+    commit_simple(gs, p, done, p.num_rows)
     gs.seqs.sum_tokens += p.num_tokens
     if gs.tree != NULL and advance:
         tree_saves(gs, p)
