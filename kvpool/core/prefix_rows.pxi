@@ -204,11 +204,7 @@ cdef int32_t open_row(Groups* gs, const Ints* tokens, const Hit* hit, const int6
             take_entries(g, slot, hit.nodes >> g.scale, entries_of(g, slot, blocks), tokens.size if load else 0)
         elif load or (hit.nodes and k != restored):
             blocks_take_many(g.blocks, group_row(g, slot), 1)
-    s.seq[slot].num_blocks = <int32_t>blocks
-    s.seq[slot].num_tokens = hit.nodes * gs.block_size
-    tails_refresh(gs, slot)
-    s.sum_blocks += blocks
-    s.sum_tokens += s.seq[slot].num_tokens
+    set_size(gs, slot, blocks, hit.nodes * gs.block_size)
     return slot
 
 
