@@ -1,9 +1,7 @@
 """The C interface for `cimport`; kvpool.h says what each function does. Compile with `kvpool.get_include()`."""
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 cdef extern from "kvpool/include/kvpool.h":
-    const uint64_t KVPOOL_ABI_MAGIC
-    const uint32_t KVPOOL_ABI_VERSION
     const char* KVPOOL_CAPSULE
 
     enum:
@@ -44,41 +42,8 @@ cdef extern from "kvpool/include/kvpool.h":
         int64_t pending_plans
         int64_t tokens
 
-    ctypedef struct kvpool_api:
-        uint64_t magic
-        uint32_t abi_version
-        uint32_t struct_size
-        int (*pool_from)(void*, kvpool_pool**) noexcept
-        int (*plan_from)(void*, kvpool_plan**) noexcept
-        const char* (*error_message)() noexcept
-        void* (*raise_error)() noexcept
-        int (*open)(kvpool_pool*, int64_t, int64_t*) noexcept
-        int (*open_prompt)(kvpool_pool*, const int32_t*, int64_t, const char*, int64_t, int64_t*, int64_t*) noexcept
-        int (*fork)(kvpool_pool*, int64_t, int64_t, int64_t*) noexcept
-        int (*truncate)(kvpool_pool*, const int64_t*, const int64_t*, int64_t) noexcept
-        int (*close)(kvpool_pool*, const int64_t*, int64_t) noexcept
-        int (*commit)(kvpool_pool*, const int64_t*, const int64_t*, int64_t, const int32_t*, int64_t) noexcept
-        int (*step)(kvpool_pool*, kvpool_plan*, const int64_t*, const int64_t*, int64_t, int32_t) noexcept
-        int (*step_padded)(kvpool_pool*, kvpool_plan*, const int64_t*, const int64_t*, int64_t, int32_t, int64_t,
-                           int64_t) noexcept
-        int (*reserve)(kvpool_pool*, kvpool_plan*, const int64_t*, const int64_t*, int64_t) noexcept
-        int (*done)(kvpool_pool*, kvpool_plan*) noexcept
-        int (*rollback)(kvpool_pool*, kvpool_plan*) noexcept
-        int (*array)(kvpool_plan*, int32_t, kvpool_array*) noexcept
-        int (*table)(kvpool_pool*, int64_t, const int32_t**, int64_t*) noexcept
-        int (*num_tokens)(kvpool_pool*, int64_t, int64_t*) noexcept
-        int (*num_free)(kvpool_pool*, int64_t*) noexcept
-        int (*stats)(kvpool_pool*, kvpool_stats*, int64_t) noexcept
-        int (*digest)(kvpool_pool*, uint64_t*) noexcept
-        int (*group_array)(kvpool_plan*, int32_t, int32_t, kvpool_array*) noexcept
-        int (*group_table)(kvpool_pool*, int64_t, int32_t, const int32_t**, int64_t*) noexcept
-        int (*open_kept)(kvpool_pool*, const int32_t*, int64_t, const char*, int64_t, const kvpool_keep*, int64_t*,
-                         int64_t*) noexcept
-        int (*commit_kept)(kvpool_pool*, const int64_t*, const int64_t*, int64_t, const int32_t*, int64_t,
-                           const kvpool_keep*) noexcept
-        int (*tick)(kvpool_pool*, int64_t) noexcept
-        int (*limit_kept)(kvpool_pool*, const char*, int64_t, int64_t) noexcept
-        int (*resize)(kvpool_pool*, int64_t, int32_t, int32_t*, int64_t, int64_t*) noexcept
+    ctypedef struct kvpool_api:     # the functions below in a table, for who has no `cimport`
+        pass
 
 
 cdef int pool_from(void* object, kvpool_pool** pool) noexcept

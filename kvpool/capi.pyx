@@ -6,15 +6,14 @@ name, everybody else at the same ones through the capsule ``kvpool._C_API``.
 """
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_New
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memset
 
 from kvpool._core cimport (
-    BLOCK_TABLES, CU_Q_LENS, INDICES, INDPTR, LAST_PAGE_LEN, NOT_INDEXED, NO_LIMIT, OK, ONLY_GROUP, POSITIONS,
-    PRIORITIES, SEQ_LENS, SLOT_IDS, SLOT_MAPPING, Directive, Field, Ints, Plan, PlanGroup, Pool, Spare, State, StepPart,
-    Verdict, ints_copy, ints_free, ints_init, ints_tokens, pool_close, pool_commit, pool_enter, pool_fork, pool_leave,
-    pool_limit_kept, pool_next_handle, pool_open, pool_table, pool_tick, pool_truncate, refuse, refused, seq_judge_any,
-    slot_of, to_int,
+    NOT_INDEXED, NO_LIMIT, OK, ONLY_GROUP, PRIORITIES, Directive, Field, Ints, Plan, PlanGroup, Pool, Spare, State,
+    StepPart, Verdict, ints_copy, ints_free, ints_init, ints_tokens, pool_close, pool_commit, pool_enter, pool_fork,
+    pool_leave, pool_limit_kept, pool_next_handle, pool_open, pool_table, pool_tick, pool_truncate, refuse, refused,
+    seq_judge_any, slot_of, to_int,
 )
 
 from kvpool.errors import (
@@ -281,36 +280,30 @@ cdef int do_open(State* pool, Given* given, Verdict* v) noexcept nogil:
     return status
 
 
-cdef int open(kvpool_pool* pool, int64_t tokens, int64_t* handle) noexcept:
-    cdef Given given
-    begin(&given, 0)
-    give(&given, OUT, "handle", handle, 1)
-    give(&given, NAMESPACE, "name_space", NULL, 0)
-    give(&given, COUNT, "tokens", NULL, tokens)
-    give(&given, KEEP, "keep", NULL, 1)
-    return perform(pool, "open", &given, do_open)
-
-
-cdef int open_tokens(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
-                     const kvpool_keep* keep, int64_t* handle, int64_t* cached, str call) noexcept:
+cdef int open_any(kvpool_pool* pool, int kind, const int32_t* prompt, int64_t n, const char* name_space,
+                  int64_t name_bytes, const kvpool_keep* keep, int64_t* handle, int64_t* cached, str call) noexcept:
     cdef Given given
     begin(&given, 0)
     given.more = cached
     give(&given, OUT, "handle", handle, 1)
     give(&given, NAMESPACE, "name_space", name_space, name_bytes)
-    give(&given, TOKENS, "tokens", prompt, n)
+    give(&given, kind, "tokens", prompt, n)
     give(&given, KEEP, "keep", keep, 1)
     return perform(pool, call, &given, do_open)
 
 
+cdef int open(kvpool_pool* pool, int64_t tokens, int64_t* handle) noexcept:
+    return open_any(pool, COUNT, NULL, tokens, NULL, 0, NULL, handle, NULL, "open")
+
+
 cdef int open_prompt(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
                      int64_t* handle, int64_t* cached) noexcept:
-    return open_tokens(pool, prompt, n, name_space, name_bytes, NULL, handle, cached, "open_prompt")
+    return open_any(pool, TOKENS, prompt, n, name_space, name_bytes, NULL, handle, cached, "open_prompt")
 
 
 cdef int open_kept(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
                    const kvpool_keep* keep, int64_t* handle, int64_t* cached) noexcept:
-    return open_tokens(pool, prompt, n, name_space, name_bytes, keep, handle, cached, "open_kept")
+    return open_any(pool, TOKENS, prompt, n, name_space, name_bytes, keep, handle, cached, "open_kept")
 
 
 cdef int do_fork(State* pool, Given* given, Verdict* v) noexcept nogil:
@@ -505,38 +498,35 @@ cdef int describe(Plan plan, int64_t group, int32_t name, kvpool_array* out) exc
     """Where an array is, and how much of it the last step filled. `group` -1: the pool has no other than one."""
     cdef kvpool_array found
     cdef StepPart* part
-    cdef const Field* field = NULL
+    cdef const Field* field
     cdef int32_t columns
+    cdef bint common = name in (KVPOOL_POSITIONS, KVPOOL_CU_Q_LENS, KVPOOL_SLOT_IDS, KVPOOL_SERVED, KVPOOL_HANDLES)
     if not -1 <= group < len(plan.group_plans):
         raise ValueError(f"[array] there is no layer group {group}, the pool has {len(plan.group_plans)}")
+    if group < 0 and len(plan.group_plans) > 1 and not common:
+        raise ValueError(f"[array] the pool has {len(plan.group_plans)} layer groups: group_array has those of one")
     part = plan.part[max(group, 0)]
     columns = (<PlanGroup>plan.group_plans[max(group, 0)]).columns
-    found.width = 1
-    found.length = plan.shown_rows
-    if name == KVPOOL_POSITIONS:
-        field, found.length = &plan.field[POSITIONS], plan.shown_tokens
-    elif name == KVPOOL_CU_Q_LENS:
-        field, found.length = &plan.field[CU_Q_LENS], plan.shown_rows + 1
-    elif name == KVPOOL_SLOT_IDS:
-        field = &plan.field[SLOT_IDS]
+    found.data, found.length, found.width = NULL, plan.shown_rows, 1
+    if KVPOOL_BLOCK_TABLES <= name <= KVPOOL_SLOT_IDS:          # the core numbers its fields like that, too
+        field = &plan.field[name] if common else &part.wire.field[name]
+        found.itemsize = field.width
+        if field.width:
+            found.data = field.data
+        if name == KVPOOL_POSITIONS:
+            found.length = plan.shown_tokens
+        elif name == KVPOOL_SLOT_MAPPING:
+            found.length = plan.shown_tokens * columns
+        elif name == KVPOOL_CU_Q_LENS or name == KVPOOL_INDPTR:
+            found.length += 1
+        elif name == KVPOOL_INDICES:
+            found.length, found.width = part.wire.nnz, columns
+        elif name == KVPOOL_BLOCK_TABLES:
+            found.width = part.wire.table_width
     elif name == KVPOOL_SERVED:
         found.data, found.length, found.itemsize = plan.served_, plan.rows, 1
     elif name == KVPOOL_HANDLES:
         found.data, found.length, found.itemsize = plan.step.handle, plan.rows, 8
-    elif group < 0 and len(plan.group_plans) > 1:
-        raise ValueError(f"[array] the pool has {len(plan.group_plans)} layer groups: group_array has those of one")
-    elif name == KVPOOL_BLOCK_TABLES:
-        field, found.width = &part.wire.field[BLOCK_TABLES], part.wire.table_width
-    elif name == KVPOOL_SEQ_LENS:
-        field = &part.wire.field[SEQ_LENS]
-    elif name == KVPOOL_SLOT_MAPPING:
-        field, found.length = &part.wire.field[SLOT_MAPPING], plan.shown_tokens * columns
-    elif name == KVPOOL_INDPTR:
-        field, found.length = &part.wire.field[INDPTR], plan.shown_rows + 1
-    elif name == KVPOOL_INDICES:
-        field, found.length, found.width = &part.wire.field[INDICES], part.wire.nnz, columns
-    elif name == KVPOOL_LAST_PAGE_LEN:
-        field = &part.wire.field[LAST_PAGE_LEN]
     elif name == KVPOOL_COPIES:
         found.data, found.length, found.width, found.itemsize = part.copies, part.num_copies, 3, 4
     elif name == KVPOOL_DIRTY_ROWS:
@@ -549,9 +539,7 @@ cdef int describe(Plan plan, int64_t group, int32_t name, kvpool_array* out) exc
         found.data, found.itemsize = part.state_dst, 4
     else:
         raise ValueError(f"[array] there is no such array ({name})")
-    if field != NULL:
-        found.data, found.itemsize = field.data, field.width
-    if (field != NULL and field.width == 0) or found.data == NULL:
+    if found.data == NULL:
         raise ValueError(f"[array] array {name} is not there, this plan fills {', '.join(plan.names)}")
     out[0] = found
     return 0
@@ -666,38 +654,16 @@ cdef int digest(kvpool_pool* pool, uint64_t* digest) noexcept:
 
 # -- the capsule
 
-cdef kvpool_api functions
+cdef extern from *:
+    """
+    #define KV_TABLE(...) ((kvpool_api){KVPOOL_ABI_MAGIC, KVPOOL_ABI_VERSION, sizeof(kvpool_api), __VA_ARGS__})
+    """
+    kvpool_api table_of "KV_TABLE"(...)
 
-functions.magic = KVPOOL_ABI_MAGIC
-functions.abi_version = KVPOOL_ABI_VERSION
-functions.struct_size = sizeof(kvpool_api)
-functions.pool_from = pool_from
-functions.plan_from = plan_from
-functions.error_message = error_message
-functions.raise_error = raise_error
-functions.open = open
-functions.open_prompt = open_prompt
-functions.fork = fork
-functions.truncate = truncate
-functions.close = close
-functions.commit = commit
-functions.step = step
-functions.step_padded = step_padded
-functions.reserve = reserve
-functions.done = done
-functions.rollback = rollback
-functions.array = array
-functions.table = table
-functions.num_tokens = num_tokens
-functions.num_free = num_free
-functions.stats = stats
-functions.digest = digest
-functions.group_array = group_array
-functions.group_table = group_table
-functions.open_kept = open_kept
-functions.commit_kept = commit_kept
-functions.tick = tick
-functions.limit_kept = limit_kept
-functions.resize = resize
+cdef kvpool_api functions = table_of(           # in the order of kvpool.h, with which the C compiler compares them
+    pool_from, plan_from, error_message, raise_error, open, open_prompt, fork, truncate, close, commit, step,
+    step_padded, reserve, done, rollback, array, table, num_tokens, num_free, stats, digest, group_array, group_table,
+    open_kept, commit_kept, tick, limit_kept, resize,
+)
 
 _C_API = PyCapsule_New(&functions, KVPOOL_CAPSULE, NULL)

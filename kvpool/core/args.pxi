@@ -375,3 +375,13 @@ cdef void* array_data(object array) except NULL:
     data = view.buf
     PyBuffer_Release(&view)
     return data
+
+
+cdef list as_list(const int32_t* ids, int32_t n):
+    cdef int32_t k
+    cdef list result = PyList_New(n)
+    for k in range(n):
+        item = PyLong_FromLong(ids[k])
+        Py_INCREF(item)             # the list takes this reference
+        PyList_SET_ITEM(result, k, item)
+    return result

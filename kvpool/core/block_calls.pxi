@@ -91,9 +91,9 @@ cdef int judge_range(const Blocks* b, const Ints* given, Py_ssize_t start, Verdi
     return OK
 
 
-cdef inline int judge_block(const Block* block, int op) noexcept nogil:
-    if op == OP_TOUCH or op == OP_TOUCH | OPTION:
-        if block.refcount == 0 and not block.committed and (op == OP_TOUCH or not is_empty(block)):
+cdef inline int judge_block(const Block* block, int op, bint option) noexcept nogil:
+    if op == OP_TOUCH:
+        if block.refcount == 0 and not block.committed and not (option and is_empty(block)):
             return NOT_KEPT
         return REFERENCE_LIMIT if block.refcount >= MAX_REFCOUNT else OK
     if op == OP_RELEASE:
@@ -102,8 +102,8 @@ cdef inline int judge_block(const Block* block, int op) noexcept nogil:
         if block.refcount == 0:
             return UNREFERENCED
         return HAS_CONTENT if block.committed else NOT_DRAINED if block.noted else OK
-    if op == OP_INCREF or op == OP_INCREF | OPTION:
-        if op == OP_INCREF | OPTION and block.raw == 0:
+    if op == OP_INCREF:
+        if option and block.raw == 0:
             return NOT_ALLOCATED
         return UNREFERENCED if block.refcount == 0 else REFERENCE_LIMIT if block.refcount >= MAX_REFCOUNT else OK
     if op == OP_DECREF or op == OP_FREE:
@@ -111,7 +111,7 @@ cdef inline int judge_block(const Block* block, int op) noexcept nogil:
     return OK
 
 
-cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids, int32_t* size,
+cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, bint option, int32_t* ids, int32_t* size,
                              Verdict* v) noexcept nogil:
     """Ids of a call as int32; `ids` may be the memory of `given`. Calls of engines with keys of their own may name
     reserved blocks, which are left out.
@@ -124,14 +124,14 @@ cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids,
     cdef int32_t named = 0, num_blocks = b.num_blocks, reserved = b.reserved
     cdef const int64_t* wide = <const int64_t*>given.data
     cdef const int32_t* narrow = <const int32_t*>given.data
-    cdef bint is_narrow = given.width == 4, is_raw = op & ~OPTION in (OP_INCREF, OP_DECREF, OP_FREE)
+    cdef bint is_narrow = given.width == 4, is_raw = op in (OP_INCREF, OP_DECREF, OP_FREE)
     cdef Py_ssize_t k, n = given.size
     cdef int64_t i
     cdef int reason, status
     # Most blocks are fit for the call: they have so many raw references, and from 1 to so many in all.
-    cdef int32_t least_raw = op == OP_DECREF or op == OP_FREE or op == OP_RELEASE or op == OP_INCREF | OPTION
-    cdef uint32_t most = (1 if op == OP_FREE else 0 if op == OP_MARK_CACHED or op == OP_UNCACHE
-                          else MAX_REFCOUNT - 1 if op & ~OPTION in (OP_INCREF, OP_TOUCH) else INT32_MAX)
+    cdef int32_t least_raw = op in (OP_DECREF, OP_FREE, OP_RELEASE) or (op == OP_INCREF and option)
+    cdef uint32_t most = (1 if op == OP_FREE else 0 if op in (OP_MARK_CACHED, OP_UNCACHE)
+                          else MAX_REFCOUNT - 1 if op in (OP_INCREF, OP_TOUCH) else INT32_MAX)
     blocks_new_stamp(b)
     stamp = b.stamp
     for k in range(n):
@@ -140,14 +140,14 @@ cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids,
             return judge_range(b, given, k, v)
         if i >= reserved and mark[i] != stamp and (
                 (block[i].raw >= least_raw and <uint32_t>(block[i].refcount - 1) < most)
-                or judge_block(&block[i], op) == OK):
+                or judge_block(&block[i], op, option) == OK):
             mark[i] = stamp
             ids[named] = <int32_t>i
             named += 1
             continue
         if i < reserved and not is_raw:
             continue
-        reason = RESERVED_BLOCK if i < reserved else judge_block(&block[i], op)
+        reason = RESERVED_BLOCK if i < reserved else judge_block(&block[i], op, option)
         if mark[i] == stamp:
             reason = NAMED_TWICE if op == OP_RELEASE else DUPLICATE_BLOCK
         status = judge_range(b, given, k + 1, v)
@@ -157,68 +157,39 @@ cdef inline int judge_blocks(Blocks* b, const Ints* given, int op, int32_t* ids,
 
 
 cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint option, Verdict* v) noexcept nogil:
-    """Judge a call with a batch of blocks, then make it, each in a loop of its own that does not ask for the op."""
+    """Judge a call with a batch of blocks, then make it."""
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int32_t[SMALL] few
-    cdef int32_t* ids = few
+    cdef int32_t* ids = &few[0] if given.owned == NULL else <int32_t*>given.owned
     cdef int32_t n = 0
     cdef int status
-    if given.owned != NULL:
-        ids = <int32_t*>given.owned
-    if op == OP_INCREF:
-        status = judge_blocks(b, given, OP_INCREF | OPTION if has_tree(pool) else OP_INCREF, ids, &n, v)
-        if status == OK:
-            blocks_ref_raw(b, ids, n)
-    elif op == OP_DECREF:
-        status = judge_blocks(b, given, OP_DECREF, ids, &n, v)
-        if status == OK:
-            blocks_unref_raw(b, ids, n)
-    elif op == OP_FREE:
-        status = judge_blocks(b, given, OP_FREE, ids, &n, v)
-        if status == OK:
-            blocks_unref_raw(b, ids, n)
-    elif has_tree(pool):
+    if has_tree(pool) and op not in (OP_INCREF, OP_DECREF, OP_FREE):
         return refused(v, INDEXED, -1, 0, 0, 0, 0)
-    elif op == OP_TOUCH and not option:
-        status = judge_blocks(b, given, OP_TOUCH, ids, &n, v)
-        if status == OK:
-            blocks_revive_many(b, ids, n)
+    if op == OP_RELEASE and option and b.newest_pending:
+        status = judge_range(b, given, 0, v)
+        return status if status != OK else refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
+    status = judge_blocks(b, given, op, has_tree(pool) if op == OP_INCREF else option, ids, &n, v)
+    if status != OK:
+        return status
+    if op == OP_INCREF:
+        blocks_ref_raw(b, ids, n)
     elif op == OP_TOUCH:
-        status = judge_blocks(b, given, OP_TOUCH | OPTION, ids, &n, v)
-        if status == OK:
+        if option:
             blocks_take_empty(b, ids, n)
-            blocks_revive_many(b, ids, n)
+        blocks_revive_many(b, ids, n)
     elif op == OP_RELEASE:
-        if option and b.newest_pending:
-            status = judge_range(b, given, 0, v)
-            return status if status != OK else refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
-        status = judge_blocks(b, given, OP_RELEASE, ids, &n, v)
-        if status == OK:
-            blocks_release(b, ids, n, option)
+        blocks_release(b, ids, n, option)
     elif op == OP_MARK_CACHED:
-        status = judge_blocks(b, given, OP_MARK_CACHED, ids, &n, v)
-        if status == OK:
-            blocks_commit(b, ids, n)
+        blocks_commit(b, ids, n)
+    elif op == OP_UNCACHE:
+        blocks_uncommit(b, ids, n, option)
     else:
-        status = judge_blocks(b, given, OP_UNCACHE, ids, &n, v)
-        if status == OK:
-            blocks_uncommit(b, ids, n, option)
-    if status == OK:
-        pool.blocks.digest = mix_tokens(begin_mix(pool, arena, op | (OPTION if option else 0)), ids, n)
-    return status
+        blocks_unref_raw(b, ids, n)
+    pool.blocks.digest = mix_tokens(begin_mix(pool, arena, op | (OPTION if option else 0)), ids, n)
+    return OK
 
 
 # ---- for Python --------------------------------------------------------------------------------------------
-
-cdef list as_list(const int32_t* ids, int32_t n):
-    cdef int32_t k
-    cdef list result = PyList_New(n)
-    for k in range(n):
-        item = PyLong_FromLong(ids[k])
-        Py_INCREF(item)             # the list takes this reference
-        PyList_SET_ITEM(result, k, item)
-    return result
-
 
 cdef int32_t count_of(State* pool, int32_t arena, int64_t i, str call, int32_t* reserved) except -1:
     cdef const Blocks* b
@@ -232,55 +203,6 @@ cdef int32_t count_of(State* pool, int32_t arena, int64_t i, str call, int32_t* 
     if not 0 <= i < num_blocks:
         raise IndexError(f"[{call}] no such block ({i}), ids are 0 .. {num_blocks - 1}")
     return count
-
-
-@cython.no_gc_clear      # `state` lies in the pool, which has to live as long
-cdef class References:
-    """``references[block]``: the references of a block, read as fast as an attribute; reserved blocks have 0.
-
-    Parameters
-    ----------
-    blocks : BlockAPI
-        ``blocks.references`` is ``References(blocks)``.
-
-    Notes
-    -----
-    With a GIL no other thread is inside a call of the pool while this one reads, so it takes no lock.
-
-    Examples
-    --------
-    >>> from kvpool import Pool
-    >>> blocks = Pool(num_blocks=6, block_size=16).blocks
-    >>> table, _ = blocks.take(2)
-    >>> blocks.touch(table[:1])
-    >>> references = blocks.references
-    >>> references[table[0]], references[table[1]]
-    (2, 1)
-    """
-
-    cdef readonly BlockAPI blocks
-    cdef State* state
-    cdef int32_t number
-
-    def __cinit__(self, BlockAPI blocks not None):
-        self.blocks = blocks
-        self.state = blocks.state
-        self.number = blocks.number
-
-    def __reduce__(self):
-        raise TypeError("[references] the blocks of a pool cannot be pickled or copied")
-
-    def __getitem__(self, block):
-        cdef State* pool = self.state
-        cdef const Blocks* b
-        cdef int64_t i = 0
-        cdef int32_t reserved
-        if HAS_GIL and not pool.num_deferred and pool.blocks.block != NULL and short_int(block, &i):
-            b = blocks_of(pool, self.number)
-            if 0 <= i < b.num_blocks:
-                return b.block[i].refcount
-        i = to_int(block, "references", "block", INT64_MIN, INT64_MAX, IndexError)
-        return count_of(pool, self.number, i, "references", &reserved)
 
 
 @cython.no_gc_clear      # `state` lies in the pool, which has to live as long
@@ -326,6 +248,10 @@ cdef class BlockAPI:
     ([3, 4, 5, 2], 1)
     """
 
+    cdef readonly Pool pool
+    cdef State* state
+    cdef int32_t number         # of the arena
+
     def __cinit__(self, Pool pool not None, arena=0):
         cdef int64_t number = to_int(arena, "blocks", "arena", 0, MAX_ARENAS)
         self.pool = pool
@@ -360,10 +286,13 @@ cdef class BlockAPI:
         """No call gives more blocks."""
         return self.state.sizes[self.number]
 
-    cdef int run(self, object ids, str call, int op, bint option) except -1:
+    cdef int run(self, object ids, str call, int op, str name="", object option=False) except -1:
+        """Make a call with a batch of blocks, which may have an option."""
         cdef Ints given
         cdef Verdict v
         cdef int status
+        if not isinstance(option, bool):
+            raise TypeError(f"[{call}] {name} must be a bool, not {type(option).__name__} ({option!r})")
         ints_init(&given, &self.state.spare)
         try:
             ints_batch(&given, ids, call, "ids", True, IndexError)
@@ -403,8 +332,7 @@ cdef class BlockAPI:
         """
         cdef int64_t count = 1
         cdef object found           # an int: Cython would keep a C integer, and make the object at the end
-        cdef int32_t one, next_one
-        cdef int32_t* data
+        cdef int32_t one, next_one = NO_BLOCK
         cdef Verdict v
         cdef int status = RETRY
         if n is not None:
@@ -414,25 +342,25 @@ cdef class BlockAPI:
         if n is not None:
             # More blocks than there are will be refused: no array for them.
             ids = new_int32(count if count <= self.room() else 0)
-            data = <int32_t*>array_data(ids)
-            pool_enter(self.state, "alloc")
-            status = pool_alloc(self.state, self.number, data, count, &v)
-            pool_leave(self.state)
-            if status != OK:
-                refuse("alloc", &v)
+            self.alloc_now(<int32_t*>array_data(ids), count)
             return ids
         while status == RETRY:
-            pool_enter(self.state, "alloc")
-            next_one = pool_next_block(self.state, self.number)
-            pool_leave(self.state)
             found = next_one            # made before anything moves
             pool_enter(self.state, "alloc")
             if pool_next_block(self.state, self.number) == next_one:
                 status = pool_alloc(self.state, self.number, &one, 1, &v)
+            next_one = pool_next_block(self.state, self.number)
             pool_leave(self.state)
         if status != OK:
             refuse("alloc", &v)
         return found
+
+    cdef int alloc_now(self, int32_t* ids, int64_t count) except -1:
+        cdef Verdict v
+        pool_enter(self.state, "alloc")
+        cdef int status = pool_alloc(self.state, self.number, ids, count, &v)
+        pool_leave(self.state)
+        return 0 if status == OK else refuse("alloc", &v)
 
     cdef object alloc_into(self, object out, int64_t count):
         cdef Py_buffer view
@@ -457,18 +385,12 @@ cdef class BlockAPI:
     cdef int alloc_to(self, int32_t* out, Py_ssize_t room, int64_t count) except -1:
         """Write the ids once they are taken: nothing can fail then."""
         cdef Ints made
-        cdef Verdict v
-        cdef int status
         if room < count:
             raise ValueError(f"[alloc] out is too small ({room}), it must hold {count} ids")
         ints_init(&made, &self.state.spare)
         try:
             ints_room(&made, count, 4, "alloc", "ids")
-            pool_enter(self.state, "alloc")
-            status = pool_alloc(self.state, self.number, <int32_t*>made.data, count, &v)
-            pool_leave(self.state)
-            if status != OK:
-                refuse("alloc", &v)
+            self.alloc_now(<int32_t*>made.data, count)
             memcpy(out, made.data, count * sizeof(int32_t))
         finally:
             ints_free(&made)
@@ -490,7 +412,7 @@ cdef class BlockAPI:
         IndexError, ValueError, OverflowError
             No such block; reserved or duplicate; the count is at its limit of 2^30. State unchanged.
         """
-        self.run(ids, "incref", OP_INCREF, False)
+        self.run(ids, "incref", OP_INCREF)
 
     def decref(self, ids):
         """Drop one raw reference of each block, in the order given; the last reference releases the block.
@@ -502,7 +424,7 @@ cdef class BlockAPI:
         IndexError, ValueError
             No such block; reserved or duplicate. State unchanged.
         """
-        self.run(ids, "decref", OP_DECREF, False)
+        self.run(ids, "decref", OP_DECREF)
 
     def free(self, ids):
         """Give back blocks of which the caller holds the only reference.
@@ -516,7 +438,7 @@ cdef class BlockAPI:
         IndexError
             No such block. State unchanged.
         """
-        self.run(ids, "free", OP_FREE, False)
+        self.run(ids, "free", OP_FREE)
 
     def evict(self, n):
         """Clear the `n` oldest evictable blocks, or all if there are fewer. Returns how many. O(n).
@@ -624,7 +546,7 @@ cdef class BlockAPI:
         else:
             id = <int32_t>i
             blocks_take_empty(b, &id, 1)
-            own(b, id)
+            own(b, id, True)
             self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE_BLOCK), &id, 1)
         pool_leave(self.state)
         if status != OK:
@@ -647,9 +569,7 @@ cdef class BlockAPI:
         OverflowError
             A block has 2^30 references. State unchanged.
         """
-        if not isinstance(blank, bool):
-            raise TypeError(f"[touch] blank must be a bool, not {type(blank).__name__} ({blank!r})")
-        self.run(ids, "touch", OP_TOUCH, blank)
+        self.run(ids, "touch", OP_TOUCH, "blank", blank)
 
     def release(self, ids, *, oldest=False):
         """Give back one reference of each block; of those that end, the first named is taken first.
@@ -667,9 +587,7 @@ cdef class BlockAPI:
         PlanStateError
             `oldest` while a step is pending: what is released now waits for it. State unchanged.
         """
-        if not isinstance(oldest, bool):
-            raise TypeError(f"[release] oldest must be a bool, not {type(oldest).__name__} ({oldest!r})")
-        self.run(ids, "release", OP_RELEASE, oldest)
+        self.run(ids, "release", OP_RELEASE, "oldest", oldest)
 
     def mark_cached(self, ids):
         """The content of these blocks is final: once released they are taken last, and `touch` brings them back.
@@ -684,7 +602,7 @@ cdef class BlockAPI:
         IndexError
             There is no such block. State unchanged.
         """
-        self.run(ids, "mark_cached", OP_MARK_CACHED, False)
+        self.run(ids, "mark_cached", OP_MARK_CACHED)
 
     def uncache(self, ids, *, keep_place=False):
         """The content of these blocks is gone: free ones are blank at once, the others when they are released.
@@ -703,9 +621,7 @@ cdef class BlockAPI:
         ValueError, IndexError
             A block stands twice; there is no such block. State unchanged.
         """
-        if not isinstance(keep_place, bool):
-            raise TypeError(f"[uncache] keep_place must be a bool, not {type(keep_place).__name__} ({keep_place!r})")
-        self.run(ids, "uncache", OP_UNCACHE, keep_place)
+        self.run(ids, "uncache", OP_UNCACHE, "keep_place", keep_place)
 
     def drain_evicted(self):
         """Ids of cached blocks whose content was evicted since the last call, oldest first; int32 ``(n,)``.
@@ -854,3 +770,52 @@ cdef class BlockAPI:
         used, all_ = self.at().num_used, self.at().num_blocks - self.at().reserved
         pool_leave(self.state)
         return <double>used / all_
+
+
+@cython.no_gc_clear      # `state` lies in the pool, which has to live as long
+cdef class References:
+    """``references[block]``: the references of a block, read as fast as an attribute; reserved blocks have 0.
+
+    Parameters
+    ----------
+    blocks : BlockAPI
+        ``blocks.references`` is ``References(blocks)``.
+
+    Notes
+    -----
+    With a GIL no other thread is inside a call of the pool while this one reads, so it takes no lock.
+
+    Examples
+    --------
+    >>> from kvpool import Pool
+    >>> blocks = Pool(num_blocks=6, block_size=16).blocks
+    >>> table, _ = blocks.take(2)
+    >>> blocks.touch(table[:1])
+    >>> references = blocks.references
+    >>> references[table[0]], references[table[1]]
+    (2, 1)
+    """
+
+    cdef readonly BlockAPI blocks
+    cdef State* state
+    cdef int32_t number
+
+    def __cinit__(self, BlockAPI blocks not None):
+        self.blocks = blocks
+        self.state = blocks.state
+        self.number = blocks.number
+
+    def __reduce__(self):
+        raise TypeError("[references] the blocks of a pool cannot be pickled or copied")
+
+    def __getitem__(self, block):
+        cdef State* pool = self.state
+        cdef const Blocks* b
+        cdef int64_t i = 0
+        cdef int32_t reserved
+        if HAS_GIL and not pool.num_deferred and pool.blocks.block != NULL and short_int(block, &i):
+            b = blocks_of(pool, self.number)
+            if 0 <= i < b.num_blocks:
+                return b.block[i].refcount
+        i = to_int(block, "references", "block", INT64_MIN, INT64_MAX, IndexError)
+        return count_of(pool, self.number, i, "references", &reserved)

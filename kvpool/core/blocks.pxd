@@ -82,7 +82,6 @@ cdef struct Blocks:
     int32_t num_dropped
     int32_t peak_used
     int64_t block_size          # tokens
-    int shift                   # log2 of block_size, -1: no power of two
     Chain lru
     Chain limbo
     int64_t newest_pending      # id of the newest pending step, 0: none
@@ -92,10 +91,3 @@ cdef struct Blocks:
     int64_t cow_copies
     int64_t cow_tokens
     uint64_t digest
-
-
-cdef int32_t blocks_available(const Blocks* b) noexcept nogil
-cdef void blocks_take_many(Blocks* b, int32_t* out, int32_t n) noexcept nogil
-cdef void blocks_unref(Blocks* b, int32_t i) noexcept nogil
-cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil
-cdef void blocks_drain_limbo(Blocks* b) noexcept nogil

@@ -1,11 +1,6 @@
 """Blocks of one arena. C functions on a `Blocks` struct, which cannot fail: callers check first."""
 
 
-cdef inline int64_t whole_blocks(const Blocks* b, int64_t tokens) noexcept nogil:
-    """tokens // block_size, without a division where that is possible."""
-    return tokens >> b.shift if b.shift >= 0 else tokens // b.block_size
-
-
 cdef inline bint unwritten(const Blocks* b, int32_t i) noexcept nogil:
     """Whether a block in use is the dst of a copy that a pending plan still has to make."""
     return b.oldest_pending != 0 and b.block[i].fence >= b.oldest_pending
@@ -19,10 +14,6 @@ cdef int blocks_init(Blocks* b, int32_t n, int32_t reserved, int64_t block_size)
     b.num_blocks = n
     b.reserved = reserved
     b.block_size = block_size
-    b.shift = -1
-    for i in range(62 if block_size & (block_size - 1) == 0 else 0):
-        if block_size >> i == 1:
-            b.shift = i
     b.floor = <int32_t*>xcalloc(n, sizeof(int32_t))
     b.blank = <int32_t*>xcalloc(n, sizeof(int32_t))
     b.dropped = <int32_t*>xcalloc(n, sizeof(int32_t))
@@ -47,38 +38,28 @@ cdef void blocks_free(Blocks* b) noexcept nogil:
 
 # ---- lists -------------------------------------------------------------------------------------------------
 
-cdef void chain_push(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
-    b.block[i].next = NO_BLOCK
-    b.block[i].prev = chain.tail
-    if chain.tail == NO_BLOCK:
-        chain.head = i
-    else:
-        b.block[chain.tail].next = i
-    chain.tail = i
-    chain.size += 1
+cdef inline int32_t* next_of(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
+    """The link to the block behind i; NO_BLOCK stands in front of the oldest one, and behind the newest."""
+    return &chain.head if i == NO_BLOCK else &b.block[i].next
 
 
-cdef void chain_push_front(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
-    b.block[i].prev = NO_BLOCK
-    b.block[i].next = chain.head
-    if chain.head == NO_BLOCK:
-        chain.tail = i
-    else:
-        b.block[chain.head].prev = i
-    chain.head = i
+cdef inline int32_t* prev_of(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
+    return &chain.tail if i == NO_BLOCK else &b.block[i].prev
+
+
+cdef inline void chain_put(Blocks* b, Chain* chain, int32_t i, int32_t prev) noexcept nogil:
+    """Put block i behind `prev`."""
+    cdef int32_t next = next_of(b, chain, prev)[0]
+    b.block[i].next = next
+    b.block[i].prev = prev
+    next_of(b, chain, prev)[0] = prev_of(b, chain, next)[0] = i
     chain.size += 1
 
 
 cdef void chain_unlink(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
     cdef const Block* block = &b.block[i]
-    if block.prev == NO_BLOCK:
-        chain.head = block.next
-    else:
-        b.block[block.prev].next = block.next
-    if block.next == NO_BLOCK:
-        chain.tail = block.prev
-    else:
-        b.block[block.next].prev = block.prev
+    next_of(b, chain, block.prev)[0] = block.next
+    prev_of(b, chain, block.next)[0] = block.prev
     chain.size -= 1
 
 
@@ -131,45 +112,53 @@ cdef void drop_oldest(Blocks* b, int32_t i) noexcept nogil:
     b.num_dropped += lost
 
 
-cdef int32_t blocks_take(Blocks* b) noexcept nogil:
-    """A block with one reference. The caller has checked blocks_available."""
-    cdef int32_t i
-    if b.num_blank > 0:
-        b.num_blank -= 1
-        i = b.blank[b.num_blank]
-    else:
-        i = b.lru.head
-        drop_oldest(b, i)
-    b.block[i].refcount = 1
-    b.block[i].place = USED
-    b.allocs += 1
-    b.num_used += 1
+cdef inline void now_used(Blocks* b, int32_t n) noexcept nogil:
+    b.num_used += n
     if b.num_used > b.peak_used:
         b.peak_used = b.num_used
+
+
+cdef inline void own(Blocks* b, int32_t i, bint raw) noexcept nogil:
+    b.block[i].refcount = 1
+    if raw:
+        b.block[i].raw = 1
+    b.block[i].place = USED
+
+
+cdef inline void take(Blocks* b, int32_t* out, int32_t n, bint raw, bint note) noexcept nogil:
+    """n blocks with one reference each; the caller has checked blocks_available. `raw`: it is a raw one, `note`: of
+    cached blocks it is noted that their content is gone."""
+    cdef const int32_t* top = b.blank + b.num_blank
+    cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
+    for k in range(blank):
+        i = top[-1 - k]
+        own(b, i, raw)
+        out[k] = i
+    b.num_blank -= blank
+    for k in range(blank, n):
+        i = b.lru.head
+        if note:
+            drop_oldest(b, i)
+        else:
+            give_up(b, i)
+        own(b, i, raw)
+        out[k] = i
+    b.allocs += n
+    now_used(b, n)
+
+
+cdef int32_t blocks_take(Blocks* b) noexcept nogil:
+    cdef int32_t i
+    take(b, &i, 1, False, True)
     return i
 
 
-cdef inline int32_t blocks_after(const Blocks* b, int32_t k, int32_t before) noexcept nogil:
-    """The block that will be taken after k others, the last of which is `before`. There must be one."""
-    if k < b.num_blank:
-        return b.blank[b.num_blank - 1 - k]
-    return b.lru.head if k == b.num_blank else b.block[before].next
-
-
 cdef void blocks_take_many(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
-    cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
-    for k in range(blank):
-        i = b.blank[b.num_blank - 1 - k]
-        b.block[i].refcount = 1
-        b.block[i].place = USED
-        out[k] = i
-    b.num_blank -= blank
-    b.allocs += blank
-    b.num_used += blank
-    if b.num_used > b.peak_used:
-        b.peak_used = b.num_used
-    for k in range(blank, n):
-        out[k] = blocks_take(b)
+    take(b, out, n, False, True)
+
+
+cdef void blocks_take_raw(Blocks* b, int32_t* out, int32_t n, bint note) noexcept nogil:
+    take(b, out, n, True, note)
 
 
 cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
@@ -178,7 +167,7 @@ cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
     if b.newest_pending:
         b.block[i].place = LIMBO
         b.block[i].fence = b.newest_pending
-        chain_push(b, &b.limbo, i)
+        chain_put(b, &b.limbo, i, b.limbo.tail)
     else:
         settle(b, i)
 
@@ -187,7 +176,7 @@ cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
     if b.block[i].committed:
         b.block[i].place = EVICTABLE
         b.block[i].fence = 0
-        chain_push(b, &b.lru, i)
+        chain_put(b, &b.lru, i, b.lru.tail)
         b.num_evictable += 1
     else:
         b.block[i].place = BLANK
@@ -200,19 +189,18 @@ cdef void blocks_settle(Blocks* b, int32_t i) noexcept nogil:
         leave_use(b, i)
 
 
-cdef inline void unref(Blocks* b, int32_t i) noexcept nogil:
+cdef inline void blocks_unref(Blocks* b, int32_t i) noexcept nogil:
     cdef Block* block = &b.block[i]
     block.refcount -= 1
-    if block.refcount == 0:
-        if block.hold == 0:
-            leave_use(b, i)
-    elif block.refcount == 1:
+    if block.refcount == 1:
         b.num_shared -= 1
+    elif block.refcount == 0 and block.hold == 0:
+        leave_use(b, i)
 
 
-cdef inline void ref(Blocks* b, int32_t i, int32_t times) noexcept nogil:
-    b.num_shared += b.block[i].refcount <= 1 and b.block[i].refcount + times > 1
-    b.block[i].refcount += times
+cdef inline void ref(Blocks* b, int32_t i) noexcept nogil:
+    b.num_shared += b.block[i].refcount == 1
+    b.block[i].refcount += 1
 
 
 cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t times) noexcept nogil:
@@ -225,15 +213,11 @@ cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t time
     b.num_shared += shared
 
 
-cdef void blocks_unref(Blocks* b, int32_t i) noexcept nogil:
-    unref(b, i)
-
-
 cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     """Drop one reference on each id, the last id first: children leave before their parents."""
     cdef int32_t k
     for k in range(n - 1, -1, -1):
-        unref(b, ids[k])
+        blocks_unref(b, ids[k])
 
 
 cdef void blocks_hold(Blocks* b, int32_t i, int32_t tokens) noexcept nogil:
@@ -249,7 +233,7 @@ cdef void blocks_hold(Blocks* b, int32_t i, int32_t tokens) noexcept nogil:
 cdef void blocks_unhold(Blocks* b, int32_t i, int32_t old_floor) noexcept nogil:
     b.block[i].hold -= 1
     b.floor[i] = old_floor
-    ref(b, i, 1)
+    ref(b, i)
 
 
 cdef void blocks_drain_limbo(Blocks* b) noexcept nogil:
@@ -271,7 +255,8 @@ cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
         i = b.block[i].prev
 
 
-cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
+cdef inline void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
+    """One more reference on a committed block, wherever it is. O(1)."""
     cdef Block* block = &b.block[i]
     if block.place != USED:
         if block.place == EVICTABLE:
@@ -280,15 +265,8 @@ cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
             chain_unlink(b, &b.limbo, i)
             block.fence = 0
         block.place = USED
-        b.num_used += 1
-        if b.num_used > b.peak_used:
-            b.peak_used = b.num_used
-    ref(b, i, 1)
-
-
-cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
-    """One more reference on a committed block, wherever it is. O(1)."""
-    touch(b, i)
+        now_used(b, 1)
+    ref(b, i)
 
 
 cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
@@ -298,7 +276,7 @@ cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept 
     for k in range(n):
         i = ids[k]
         if block[i].place != USED:
-            touch(b, i)
+            blocks_touch(b, i)
         else:
             shared += block[i].refcount == 1
             block[i].refcount += 1
@@ -323,42 +301,10 @@ cdef int32_t blocks_evict(Blocks* b) noexcept nogil:
 
 # ---- blocks by name, for tables that are not ours ----------------------------------------------------------
 
-cdef inline void now_used(Blocks* b, int32_t n) noexcept nogil:
-    b.allocs += n
-    b.num_used += n
-    if b.num_used > b.peak_used:
-        b.peak_used = b.num_used
-
-
-cdef inline void own(Blocks* b, int32_t i) noexcept nogil:
-    b.block[i].refcount = b.block[i].raw = 1
-    b.block[i].place = USED
-
-
-cdef void blocks_take_raw(Blocks* b, int32_t* out, int32_t n, bint note) noexcept nogil:
-    """n blocks with one raw reference each. `note`: of cached ones, that their content is gone."""
-    cdef const int32_t* top = b.blank + b.num_blank
-    cdef int32_t k, i, blank = n if n < b.num_blank else b.num_blank
-    for k in range(blank):
-        i = top[-1 - k]
-        own(b, i)
-        out[k] = i
-    b.num_blank -= blank
-    for k in range(blank, n):
-        i = b.lru.head
-        if note:
-            drop_oldest(b, i)
-        else:
-            give_up(b, i)
-        own(b, i)
-        out[k] = i
-    now_used(b, n)
-
-
 cdef void blocks_ref_raw(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     cdef int32_t k
     for k in range(n):
-        ref(b, ids[k], 1)
+        ref(b, ids[k])
         b.block[ids[k]].raw += 1
 
 
@@ -402,6 +348,7 @@ cdef void blocks_take_empty(Blocks* b, const int32_t* ids, int32_t n) noexcept n
             else:
                 leave_evictable(b, i)
             b.block[i].place = USED
+    b.allocs += found
     now_used(b, found)
     at = b.num_blank
     while blank:
@@ -425,17 +372,14 @@ cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) 
         i = ids[k]
         if oldest or not b.block[i].committed:
             b.block[i].raw -= 1
-            unref(b, i)
+            blocks_unref(b, i)
             if b.block[i].place == EVICTABLE:
                 chain_unlink(b, &b.lru, i)
-                chain_push_front(b, &b.lru, i)
-    if oldest:
-        return
-    for k in range(n):
-        i = ids[k]
-        if b.block[i].committed:
-            b.block[i].raw -= 1
-            unref(b, i)
+                chain_put(b, &b.lru, i, NO_BLOCK)
+    for k in range(0 if oldest else n):
+        if b.block[ids[k]].committed:
+            b.block[ids[k]].raw -= 1
+            blocks_unref(b, ids[k])
 
 
 cdef void blocks_commit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
@@ -568,32 +512,23 @@ cdef bint check_block(const Blocks* b, int32_t i, char* finding) noexcept nogil:
     return False
 
 
-cdef bint check_ids(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
-    """The blank stack and the dropped list name each of their blocks once; `seen` is zero, and is again."""
-    cdef int32_t k, id, noted = 0
-    for k in range(b.num_blank):
-        id = b.blank[k]
-        if id < b.reserved or id >= b.num_blocks or b.block[id].place != BLANK or seen[id]:
-            return snprintf(finding, FINDING, b"blank stack holds block %d at %d", id, k) > 0
+cdef bint check_ids(const Blocks* b, const int32_t* ids, int32_t n, bint noted, const char* name, int32_t* seen,
+                    char* finding) noexcept nogil:
+    """The blank stack, or the dropped list, names each of its blocks once; `seen` is zero, and is again."""
+    cdef int32_t k, id
+    for k in range(n):
+        id = ids[k]
+        if (id < b.reserved or id >= b.num_blocks or seen[id]
+                or (b.block[id].noted == 0 if noted else b.block[id].place != BLANK)):
+            return snprintf(finding, FINDING, b"%s holds block %d at %d", name, id, k) > 0
         seen[id] = 1
     memset(seen, 0, b.num_blocks * sizeof(int32_t))
-    for k in range(b.num_dropped):
-        id = b.dropped[k]
-        if id < b.reserved or id >= b.num_blocks or not b.block[id].noted or seen[id]:
-            return snprintf(finding, FINDING, b"the dropped list holds block %d at %d", id, k) > 0
-        seen[id] = 1
-    memset(seen, 0, b.num_blocks * sizeof(int32_t))
-    for k in range(b.num_blocks):
-        noted += b.block[k].noted
-    if noted != b.num_dropped:
-        return snprintf(finding, FINDING, b"the dropped list has %d entries, %d blocks are noted", b.num_dropped,
-                        noted) > 0
     return False
 
 
 cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
     """Whether an invariant does not hold; the first one, in words. `seen` is zero for every block. O(num_blocks)."""
-    cdef int32_t i, shared = 0, settled = 0
+    cdef int32_t i, shared = 0, settled = 0, noted = 0
     cdef int32_t[5] places
     if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):
         return snprintf(finding, FINDING, b"the blank stack has %d entries and the dropped list %d", b.num_blank,
@@ -605,11 +540,16 @@ cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept n
         places[b.block[i].place] += 1
         shared += b.block[i].refcount > 1
         settled += b.block[i].place == EVICTABLE and b.block[i].fence == SETTLED
+        noted += b.block[i].noted
     if places[USED] != b.num_used or shared != b.num_shared or b.num_used > b.peak_used:
         return snprintf(finding, FINDING, b"counted %d used and %d shared blocks, the counters say %d and %d",
                         places[USED], shared, b.num_used, b.num_shared) > 0
-    if check_ids(b, seen, finding):
+    if (check_ids(b, b.blank, b.num_blank, False, b"blank stack", seen, finding)
+            or check_ids(b, b.dropped, b.num_dropped, True, b"the dropped list", seen, finding)):
         return True
+    if noted != b.num_dropped:
+        return snprintf(finding, FINDING, b"the dropped list has %d entries, %d blocks are noted", b.num_dropped,
+                        noted) > 0
     if places[BLANK] != b.num_blank:
         return snprintf(finding, FINDING, b"blank stack has %d entries for %d blank blocks", b.num_blank,
                         places[BLANK]) > 0

@@ -96,17 +96,13 @@ cdef void ring_told(Ring* ring, const Ring* taken, int64_t lost) noexcept nogil:
 cdef object ring_event(const Ring* ring, int64_t k, tuple groups):
     """Note k as docs/prefix.md has it; `groups`: of the pool."""
     cdef const Note* note = note_at(ring, k)
-    cdef const int32_t* tokens = <const int32_t*>(note + 1)
-    cdef int64_t i
     key = (<const char*>note.key)[:16]
     name = name_bytes(note.name)[:note.name.size] if note.name != NULL else None
     if note.kind == STORED:
         parent = (<const char*>note.parent)[:16] if note.has_parent else None
         group = groups[note.group]
         window = group.size if group.kind in ("window", "chunk") else None
-        told = [None] * note.num_tokens         # whose memory is there at once: Cython 3.3 lets go of an item twice
-        for i in range(note.num_tokens):        # if a comprehension finds none
-            told[i] = tokens[i]
+        told = as_list(<const int32_t*>(note + 1), note.num_tokens)
         return ("stored", key, parent, told, note.num_tokens, name, note.group, group.kind, window)
     if note.kind == REMOVED:
         return ("removed", key, note.group)

@@ -69,12 +69,14 @@ cdef int judge_rewrites(State* pool, int32_t group, int32_t slot, int64_t first,
     return refused(v, NOT_REWRITABLE, row, ids[place], block.refcount, block.committed, 0)
 
 
-cdef int judge_compact(State* pool, int32_t group, Ints* batch, const Ints* lengths, int64_t first, Verdict*
-                       v) noexcept nogil:
+cdef int pool_compact(State* pool, int64_t group, Ints* batch, const Ints* lengths, int64_t first,
+                      Verdict* v) noexcept nogil:
     cdef int64_t length, held
     cdef Py_ssize_t k
     cdef int32_t slot
-    cdef int status = seqs_judge(&pool.seqs, batch, False, v)
+    cdef int status = judge_full(pool, group, v)
+    if status == OK:
+        status = seqs_judge(&pool.seqs, batch, False, v)
     if status != OK:
         return status
     if lengths.size >= 0 and lengths.size != batch.size:
@@ -82,25 +84,12 @@ cdef int judge_compact(State* pool, int32_t group, Ints* batch, const Ints* leng
     for k in range(batch.size):
         slot = slot_of(ints_at(batch, k))
         length = ints_at(lengths, k)
-        held = held_in(pool, group, slot)
+        held = held_in(pool, <int32_t>group, slot)
         if not 0 <= length <= held:
             return refused(v, BAD_LENGTH, k, length, 0, held, 0)
-        status = judge_eviction(pool, slot, k, v)
-        if status == OK:
-            status = judge_rewrites(pool, group, slot, first, length, k, v)
-        if status != OK:
-            return status
-    return OK
-
-
-cdef int pool_compact(State* pool, int64_t group, Ints* batch, const Ints* lengths, int64_t first, Verdict*
-                      v) noexcept nogil:
-    cdef Py_ssize_t k
-    cdef int status = judge_full(pool, group, v)
-    if status == OK:
-        status = judge_compact(pool, <int32_t>group, batch, lengths, first, v)
-    if status != OK:
-        return status
+        if (judge_eviction(pool, slot, k, v) != OK
+                or judge_rewrites(pool, <int32_t>group, slot, first, length, k, v) != OK):
+            return v.reason
     for k in range(batch.size):
         groups_compact(pool.groups, <int32_t>group, slot_of(ints_at(batch, k)), ints_at(lengths, k))
     return OK

@@ -119,7 +119,6 @@ cdef struct Wire:               # the arrays of one layer group
     WireRow* row                # [max_rows]
     uint64_t* seen              # [max_rows] version of the table the row holds, 0: none, or to be rewritten
     int32_t* dirty              # [max_rows], ascending
-    int32_t max_rows
     int32_t table_width         # ids of a row of block_tables
     int32_t num_dirty
     int32_t csr_rows            # rows that indptr describes

@@ -157,7 +157,7 @@ cdef inline void undo_replaced(const Replaced* entry, int32_t n, Blocks* b, int3
     for k in range(n - 1, -1, -1):
         ids[entry[k].index] = entry[k].old
         b.block[entry[k].old].hold -= 1
-        ref(b, entry[k].old, 1)
+        ref(b, entry[k].old)
         give_up_copy(b, entry[k].new)
         blocks_unref(b, entry[k].new)
 

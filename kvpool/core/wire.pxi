@@ -22,23 +22,17 @@ Why it is so:
 
 
 cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
-    cdef int32_t i
     w.row = <WireRow*>xcalloc(max_rows, sizeof(WireRow))
     w.seen = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))
     if w.row == NULL or w.seen == NULL:
         return NO_MEMORY
-    w.max_rows = max_rows
-    for i in range(max_rows):
-        w.row[i].handle = -1
-        w.row[i].carried = 1
+    wire_forget(w, max_rows, False)
     return OK
 
 
 cdef void wire_free(Wire* w) noexcept nogil:
     xfree(w.row)
     xfree(w.seen)
-    w.row = NULL
-    w.seen = NULL
 
 
 cdef void wire_forget(Wire* w, int32_t rows, bint tables) noexcept nogil:
@@ -60,12 +54,9 @@ cdef inline void write_one(const Field* f, int64_t i, int64_t value) noexcept no
         (<int64_t*>f.data)[i] = value
 
 
-cdef inline void write_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
-    if f.width and first < end:
-        fill_pad(f, first, end)
-
-
-cdef void fill_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
+cdef void write_pad(const Field* f, int64_t first, int64_t end) noexcept nogil:
+    if f.width == 0:
+        return
     for first in range(first, end):
         write_one(f, first, f.pad)
 
@@ -86,23 +77,15 @@ cdef void write_slots(const Field* f, int64_t at, const LayerGroup* g, const int
         index += 1
 
 
-cdef inline void write_range(const Field* f, int64_t at, int64_t first, int64_t end) noexcept nogil:
-    if f.width:
-        fill_range(f, at, first, end)
-
-
-cdef void fill_range(const Field* f, int64_t at, int64_t first, int64_t end) noexcept nogil:
+cdef void write_range(const Field* f, int64_t at, int64_t first, int64_t end) noexcept nogil:
+    if f.width == 0:
+        return
     for first in range(first, end):
         write_one(f, at, first)
         at += 1
 
 
-cdef inline void write_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
-    if f.width:
-        fill_all(f, values, n, shift)
-
-
-cdef void fill_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
+cdef void write_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
     """values[i] + shift for every row; the compiler makes one vector loop of each branch."""
     cdef int32_t i
     if f.width == 4:
