@@ -32,6 +32,12 @@ cdef void pool_leave(State* pool) noexcept nogil:
     lock_release(&pool.mutex)
 
 
+cdef int pool_end(State* pool, int status, const Verdict* v, str call) except -1:
+    """Leave, and only then raise what a call was refused for."""
+    pool_leave(pool)
+    return refuse(call, v) if status != OK else 0
+
+
 cdef inline void close_slot(State* pool, int32_t slot) noexcept nogil:
     if pool.seqs.life[slot].life == LOADING:    # somebody writes its blocks: they stay until `loaded`
         pool.blocks.digest = mix(mix(pool.blocks.digest, OP_CLOSE), untagged(&pool.seqs, seq_made(&pool.seqs, slot)))
