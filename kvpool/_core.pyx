@@ -13,7 +13,7 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItemWithError, PyDict_SetDefault
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
@@ -48,7 +48,7 @@ from kvpool.errors import (
     PoolClosed,
     StaleHandle,
 )
-from kvpool.groups import Group
+from kvpool.groups import Group, arenas_of
 from kvpool.retention import Keep
 from kvpool.stats import PlanLimits, PoolOptions, PoolStats, PrefixStats
 

@@ -24,7 +24,6 @@ cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high,
 cdef int ints_copy(Ints* ints, const void* data, Py_ssize_t size, int width, str call, str name) except -1
 cdef int ints_tokens(Ints* tokens, str call) except -1
 cdef void ints_free(Ints* ints) noexcept nogil
-cdef void* array_data(object array) except NULL
 
 
 cdef inline void ints_init(Ints* ints, Spare* spare) noexcept nogil:

@@ -11,10 +11,6 @@ cdef extern from *:
     static inline void *kv_exchange(void **place, void *value) {
         return __atomic_exchange_n(place, value, __ATOMIC_ACQ_REL);
     }
-    static inline int kv_put(void **place, void *value) {
-        void *empty = NULL;
-        return __atomic_compare_exchange_n(place, &empty, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
-    }
 
     /* Whether an object is an int, no bool, that needs no call to be read. */
     static inline int kv_short_int(PyObject *value, int64_t *number) {
@@ -84,7 +80,6 @@ cdef extern from *:
     bint short_int "kv_short_int"(object value, int64_t* number) noexcept
     Py_ssize_t plain_ints "kv_plain_ints"(object batch, Py_ssize_t start, Py_ssize_t stop, int64_t* out) noexcept
     void* exchange "kv_exchange"(void** place, void* value) noexcept nogil
-    bint put_if_empty "kv_put"(void** place, void* value) noexcept nogil
 
 cdef enum:
     SPARE_HEAD = 16             # bytes in front of spare memory: how much of it there is
@@ -136,21 +131,13 @@ cdef void* take_memory(Spare* spare, size_t size) noexcept nogil:
         if memory != NULL and (<size_t*>memory)[0] >= size:
             return memory + SPARE_HEAD
         xfree(memory)
-    memory = <char*>xmalloc(SPARE_HEAD + (size if size > SPARE_LEAST or FAULTS else <size_t>SPARE_LEAST))
+    if not FAULTS:
+        size = max(size, <size_t>SPARE_LEAST)
+    memory = <char*>xmalloc(SPARE_HEAD + size)
     if memory == NULL:
         return NULL
-    (<size_t*>memory)[0] = size if size > SPARE_LEAST or FAULTS else <size_t>SPARE_LEAST
+    (<size_t*>memory)[0] = size
     return memory + SPARE_HEAD
-
-
-cdef void give_memory(Spare* spare, void* taken) noexcept nogil:
-    cdef char* memory = <char*>taken - SPARE_HEAD
-    cdef int k
-    if not FAULTS and (<size_t*>memory)[0] <= SPARE_MOST:
-        for k in range(SPARES):
-            if put_if_empty(&spare.memory[k], memory):
-                return
-    xfree(memory)
 
 
 cdef void spare_free(Spare* spare) noexcept nogil:
@@ -174,9 +161,18 @@ cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name)
 
 
 cdef void ints_free(Ints* ints) noexcept nogil:
-    if ints.owned != NULL:
-        give_memory(ints.spare, ints.owned)
-        ints.owned = NULL
+    cdef char* memory
+    cdef int k
+    if ints.owned == NULL:
+        return
+    memory = <char*>ints.owned - SPARE_HEAD
+    ints.owned = NULL
+    if not FAULTS and (<size_t*>memory)[0] <= SPARE_MOST:
+        for k in range(SPARES):
+            memory = <char*>exchange(&ints.spare.memory[k], memory)
+            if memory == NULL:
+                return
+    xfree(memory)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -285,18 +281,14 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
 
     scalar: one int is accepted; narrow: int32 is accepted beside int64.
     """
-    if PyLong_CheckExact(value):
-        pass
-    elif isinstance(value, (list, tuple)):
+    cdef bint is_buffer = PyObject_CheckBuffer(value)
+    if isinstance(value, (list, tuple)):
         return from_list(ints, value, call, name, huge)
-    elif PyObject_CheckBuffer(value):
-        if from_buffer(ints, value, call, name, narrow) == 0:
-            return 0
-    elif not scalar or not hasattr(value, "__index__"):
+    if is_buffer and from_buffer(ints, value, call, name, narrow) == 0:
+        return 0
+    if not scalar or not (PyLong_CheckExact(value) or is_buffer or hasattr(value, "__index__")):
         raise TypeError(f"[{call}] {name} must be {'an int or ' if scalar else ''}an array of ints, "
                         f"not {type(value).__name__} ({show(value)})")
-    if not scalar:
-        raise TypeError(f"[{call}] {name} must be an array of ints, not {type(value).__name__} ({show(value)})")
     ints.scalar = to_int(value, call, name, INT64_MIN, INT64_MAX, huge)
     return 0
 
@@ -308,11 +300,6 @@ cdef int ints_batch(Ints* ints, object value, str call, str name, bint narrow, t
         ints.data = &ints.scalar
         ints.size = 1
     return 0
-
-
-cdef inline bint ints_alone(const Ints* ints) noexcept nogil:
-    """Whether a batch came as one int."""
-    return ints.data == &ints.scalar
 
 
 cdef int ints_copy(Ints* ints, const void* data, Py_ssize_t size, int width, str call, str name) except -1:
@@ -328,14 +315,8 @@ cdef int ints_tokens(Ints* tokens, str call) except -1:
     """Judge a batch of token ids, and make it one of int32, in place."""
     cdef int64_t i, token, outside = 0
     cdef int32_t* narrow = <int32_t*>tokens.data
-    cdef int32_t signs = 0
-    if tokens.width == 4:
-        for i in range(tokens.size):
-            signs |= narrow[i]
-        outside = signs
-    else:
-        for i in range(tokens.size):
-            outside |= ints_at(tokens, i)
+    for i in range(tokens.size):
+        outside |= ints_at(tokens, i)
     if outside < 0 or outside > 0x7FFFFFFF:
         for i in range(tokens.size):
             token = ints_at(tokens, i)

@@ -12,8 +12,7 @@ cdef extern from *:
     typedef struct kv_lock {
         pthread_mutex_t mutex;
         uintptr_t owner;            /* the thread that holds it, 0: nobody */
-        int made;                   /* it is on the list of all locks */
-        struct kv_lock *next, *prev; /* of all locks */
+        struct kv_lock *next;       /* of all locks */
     } kv_lock;
     #ifdef KVPOOL_NO_LOCK           /* a control for the race detector: the lock that does nothing */
     static inline int kv_lock_try(kv_lock *lock) { (void)lock; return 1; }

@@ -5,9 +5,9 @@ cdef enum:
 
 
 cdef struct Name:               # a namespace, whose bytes stand behind it
+    Name* next                  # of its bucket
     uint64_t hash               # of its bytes
     int64_t size
-    int64_t room                # bytes that there is room for
     int64_t users               # open sequences, nodes, a limit; without any it is forgotten
     int64_t references          # the table of names, and events that tell of it; without any its memory is freed
     int64_t counted             # users that `check` found
@@ -17,19 +17,13 @@ cdef struct Name:               # a namespace, whose bytes stand behind it
     uint8_t[16] key             # SHA-256 of its bytes, cut: what the content key of a first block begins with
 
 
-# Invariants: a namespace that is known has users, a slot of its own, and linear probing finds it in `by_bytes`
+# Invariants: a namespace that is known has users, a slot of its own, and stands in the bucket of its hash
 cdef struct Names:
-    Name** by_bytes             # [mask + 1], NULL: empty
-    Name** slot                 # [(mask + 1) / 2] what nodes name a namespace by, NULL: not in use
-    int32_t* free_slot          # [(mask + 1) / 2] of the slots that were ever in use, num_free that are not
+    Name** bucket               # [mask + 1]
+    Name** slot                 # [mask + 1] what nodes name a namespace by, NULL: not in use
+    int32_t* free_slot          # [mask + 1] of the slots that were ever in use, num_free that are not
     int32_t num_free
     int32_t size
     uint32_t mask
     uint64_t seed               # of their hash, so that nobody can choose names that collide
-    Name* spare                 # the last one that was forgotten, in no table; NULL: none
     bint has_keys               # events tell of names
-
-
-cdef uint64_t names_hash(const Names* names, const void* data, int64_t size) noexcept nogil
-cdef Name* names_find(const Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil
-cdef void name_leave(Names* names, Name* name) noexcept nogil

@@ -1,7 +1,5 @@
 """Namespaces of the prefix cache: bytes, below which a tree of nodes stands. C functions on a `Names` struct."""
 
-ctypedef Name* Entry            # of a table
-
 cdef enum:
     LEAST_NAMES = 16            # names that there is room for at first; a power of two
 
@@ -18,11 +16,10 @@ cdef int names_init(Names* names, uint64_t seed, bint has_keys) noexcept nogil:
 
 
 cdef void names_free(Names* names) noexcept nogil:
-    cdef int64_t at
-    for at in range(names.mask + <int64_t>1 if names.by_bytes != NULL else 0):
-        name_let_go(names.by_bytes[at])
-    name_let_go(names.spare)
-    xfree(names.by_bytes)
+    cdef int32_t i
+    for i in range(names.size + names.num_free):
+        name_let_go(names.slot[i])
+    xfree(names.bucket)
     xfree(names.slot)
     xfree(names.free_slot)
     memset(names, 0, sizeof(Names))
@@ -31,61 +28,38 @@ cdef void names_free(Names* names) noexcept nogil:
 # ---- tables ------------------------------------------------------------------------------------------------
 
 cdef void put_name(const Names* names, Name* name) noexcept nogil:
-    cdef uint32_t at = <uint32_t>name.hash & names.mask
-    while names.by_bytes[at] != NULL:
-        at = (at + 1) & names.mask
-    names.by_bytes[at] = name
-
-
-cdef void take_out(const Names* names, const Name* name) noexcept nogil:
-    """Those behind it move up, so there are no tombstones."""
-    cdef Name** table = names.by_bytes
-    cdef uint32_t at = <uint32_t>name.hash & names.mask, gap
-    while table[at] != name:
-        at = (at + 1) & names.mask
-    gap = at
-    while True:
-        at = (at + 1) & names.mask
-        if table[at] == NULL:
-            break
-        if ((at - <uint32_t>table[at].hash) & names.mask) >= ((at - gap) & names.mask):
-            table[gap] = table[at]
-            gap = at
-    table[gap] = NULL
+    cdef Name** bucket = &names.bucket[<uint32_t>name.hash & names.mask]
+    name.next, bucket[0] = bucket[0], name
 
 
 cdef int names_grow(Names* names, uint32_t room) noexcept nogil:
-    """Room for so many names, a power of two; the table is half empty at least."""
+    """Room for so many names, a power of two."""
     cdef Names old = names[0]
-    cdef int64_t at
-    names.by_bytes = <Name**>xcalloc(2 * <size_t>room, sizeof(Entry))
-    names.slot = <Name**>xcalloc(room, sizeof(Entry))
+    cdef int32_t i
+    names.bucket = <Name**>xcalloc(room, sizeof(Name*))
+    names.slot = <Name**>xcalloc(room, sizeof(Name*))
     names.free_slot = <int32_t*>xcalloc(room, sizeof(int32_t))
-    if names.by_bytes == NULL or names.slot == NULL or names.free_slot == NULL:
-        xfree(names.by_bytes)
+    if names.bucket == NULL or names.slot == NULL or names.free_slot == NULL:
+        xfree(names.bucket)
         xfree(names.slot)
         xfree(names.free_slot)
         names[0] = old
         return NO_MEMORY
-    names.mask = 2 * room - 1
-    for at in range(old.size):              # no slot is free: it grows because all are in use
-        names.slot[at] = old.slot[at]
-        put_name(names, old.slot[at])
-    xfree(old.by_bytes)
+    names.mask = room - 1
+    for i in range(old.size):               # no slot is free: it grows because all are in use
+        names.slot[i] = old.slot[i]
+        put_name(names, old.slot[i])
+    xfree(old.bucket)
     xfree(old.slot)
     xfree(old.free_slot)
     return OK
 
 
 cdef Name* names_find(const Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil:
-    cdef uint32_t at = <uint32_t>hash & names.mask
-    cdef Name* name = names.by_bytes[at]
-    while name != NULL:
-        if name.hash == hash and name.size == size and memcmp(name_bytes(name), data, size) == 0:
-            return name
-        at = (at + 1) & names.mask
-        name = names.by_bytes[at]
-    return NULL
+    cdef Name* name = names.bucket[<uint32_t>hash & names.mask]
+    while name != NULL and (name.hash != hash or name.size != size or memcmp(name_bytes(name), data, size) != 0):
+        name = name.next
+    return name
 
 
 # ---- names -------------------------------------------------------------------------------------------------
@@ -96,16 +70,9 @@ cdef uint64_t names_hash(const Names* names, const void* data, int64_t size) noe
 
 cdef Name* name_new(Names* names, uint64_t hash, const void* data, int64_t size) noexcept nogil:
     """A name with one reference, which is not known yet; NULL: no memory."""
-    cdef Name* name = names.spare
-    if name != NULL and name.room >= size:
-        names.spare = NULL
-        if name.hash == hash and name.size == size and memcmp(name_bytes(name), data, size) == 0:
-            return name
-    else:
-        name = <Name*>xmalloc(sizeof(Name) + <size_t>size)
-        if name == NULL:
-            return NULL
-        name.room = size
+    cdef Name* name = <Name*>xmalloc(sizeof(Name) + <size_t>size)
+    if name == NULL:
+        return NULL
     name.hash = hash
     name.size = size
     name.users = name.counted = name.kept = 0
@@ -124,12 +91,10 @@ cdef void name_let_go(Name* name) noexcept nogil:
             xfree(name)
 
 
-cdef int names_reserve(Names* names) noexcept nogil:
-    return names_grow(names, names.mask + 1) if 2 * <int64_t>names.size > names.mask else OK
-
-
-cdef void names_add(Names* names, Name* name) noexcept nogil:
-    """Make a namespace known. The caller has reserved the room, and uses it at once."""
+cdef int names_add(Names* names, Name* name) noexcept nogil:
+    """Make a namespace known, which the caller uses at once."""
+    if <uint32_t>names.size > names.mask and names_grow(names, 2 * (names.mask + 1)) != OK:
+        return NO_MEMORY
     name.slot = names.size
     if names.num_free:
         names.num_free -= 1
@@ -137,21 +102,22 @@ cdef void names_add(Names* names, Name* name) noexcept nogil:
     names.slot[name.slot] = name
     put_name(names, name)
     names.size += 1
+    return OK
 
 
 cdef void name_leave(Names* names, Name* name) noexcept nogil:
+    cdef Name** place
     name.users -= 1
     if name.users == 0:
-        take_out(names, name)
+        place = &names.bucket[<uint32_t>name.hash & names.mask]
+        while place[0] != name:
+            place = &place[0].next
+        place[0] = name.next
         names.slot[name.slot] = NULL
         names.free_slot[names.num_free] = name.slot
         names.num_free += 1
         names.size -= 1
-        if name.references == 1 and (names.spare == NULL or names.spare.room < name.room):
-            name_let_go(names.spare)
-            names.spare = name              # so who comes and goes alone does not allocate each time
-        else:
-            name_let_go(name)
+        name_let_go(name)
 
 
 # ---- audit -------------------------------------------------------------------------------------------------
@@ -187,8 +153,8 @@ cdef bint names_count(const Names* names, int32_t slot, char* finding) noexcept 
 cdef bint names_check(const Names* names, char* finding) noexcept nogil:
     """Whether the names are not as they should be, after `names_count` for each user."""
     cdef const Name* name
-    cdef int64_t at, places = 0
-    cdef int32_t i, size = 0
+    cdef int64_t at
+    cdef int32_t i, size = 0, places = 0
     for i in range(names.size + names.num_free):
         name = names.slot[i]
         if name == NULL:
@@ -199,8 +165,11 @@ cdef bint names_check(const Names* names, char* finding) noexcept nogil:
             return snprintf(finding, FINDING, b"namespace %d has %lld users, counted %lld", i, <long long>name.users,
                             <long long>name.counted) > 0
     for at in range(names.mask + <int64_t>1):
-        places += names.by_bytes[at] != NULL
+        name = names.bucket[at]
+        while name != NULL:
+            places += 1
+            name = name.next
     if size != names.size or places != size:
-        return snprintf(finding, FINDING, b"%d namespaces are known in %lld places, the counter says %d", size,
-                        <long long>places, names.size) > 0
+        return snprintf(finding, FINDING, b"%d namespaces are known in %d places, the counter says %d", size, places,
+                        names.size) > 0
     return False

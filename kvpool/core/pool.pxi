@@ -1,18 +1,10 @@
 """`Pool`: blocks, sequences and steps over layer groups, behind one call per step."""
 
-cdef extern from *:
-    """
-    /* The arguments of a constructor may run Python code, which finds every object that the garbage collector tracks.
-       What is half made is no such object. */
-    static inline void kv_making(PyObject *object) {
-        if (PyObject_IS_GC(object)) PyObject_GC_UnTrack(object);
-    }
-    static inline void kv_made(PyObject *object) {
-        if (PyObject_IS_GC(object) && !PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
-    }
-    """
-    void making "kv_making"(object made)
-    void made "kv_made"(object made)
+# The arguments of a constructor may run Python code, which finds every object that the garbage collector tracks. What
+# is half made is no such object.
+cdef extern from "Python.h":
+    void making "PyObject_GC_UnTrack"(object made)
+    void made "PyObject_GC_Track"(object made)
 
 
 cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
@@ -48,19 +40,214 @@ cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
 
 
 cdef dict arena_sizes(tuple groups, int64_t num_blocks):
-    """Arena -> (ids, whether they are state slots)."""
-    cdef dict sizes = {0: (num_blocks, False)}
-    for group in groups:
-        if group.kind != "state":
-            sizes.setdefault(group.arena, (group.num_blocks, False))
-    for group in groups:
-        if group.kind == "state":
-            sizes[len(sizes)] = (group.size, True)
+    """Arena -> blocks, or state slots."""
+    cdef dict sizes = {0: num_blocks}
+    for group, arena in zip(groups, arenas_of(groups)):
+        sizes.setdefault(arena, group.size if group.kind == "state" else group.num_blocks)
     return sizes
 
 
 cdef bint has_entries(tuple groups):
     return any([group.kind != "state" for group in groups])
+
+
+cdef int init_blocks(State* pool, object num_blocks, object block_size, object reserved_blocks) except -1:
+    cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, INT32_MAX)
+    cdef int64_t size = to_int(block_size, "Pool", "block_size", 1, min(<int64_t>INT32_MAX, (<int64_t>1 << 62) // n))
+    cdef int64_t reserved = to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
+    if blocks_init(&pool.blocks, <int32_t>n, <int32_t>reserved, size) != OK:
+        raise MemoryError(f"[Pool] no memory for {n} blocks, each needs 48 bytes")
+    return 0
+
+
+cdef int init_seqs(State* pool, object max_seqs, object max_blocks_per_seq, object watermark, tuple groups) except -1:
+    cdef Seqs* s = &pool.seqs
+    cdef int32_t usable = pool.blocks.num_blocks - pool.blocks.reserved
+    cdef int32_t slot
+    s.max_seqs = <int32_t>to_int(max_seqs, "Pool", "max_seqs", 1, MAX_SEQS)
+    if max_blocks_per_seq is not None:
+        s.max_blocks = <int32_t>to_int(max_blocks_per_seq, "Pool", "max_blocks_per_seq", 1, INT32_MAX)
+    elif has_entries(groups):
+        s.max_blocks = min(usable, max(1, (1 << 27) // s.max_seqs))
+    else:
+        s.max_blocks = <int32_t>(INT32_MAX // pool.blocks.block_size)
+    s.watermark = to_int(watermark, "Pool", "watermark", 0, usable)
+    s.memory = xcalloc(s.max_seqs + 1, sizeof(Seq))
+    s.life = <SeqLife*>xcalloc(s.max_seqs, sizeof(SeqLife))
+    s.free_slot = <int32_t*>xcalloc(s.max_seqs, sizeof(int32_t))
+    if s.memory == NULL or s.life == NULL or s.free_slot == NULL:
+        raise MemoryError(f"[Pool] no memory for {s.max_seqs} sequences of {s.max_blocks} blocks")
+    s.seq = <Seq*>((<size_t>s.memory + sizeof(Seq) - 1) // sizeof(Seq) * sizeof(Seq))
+    for slot in range(s.max_seqs):
+        s.free_slot[slot] = slot
+        s.seq[slot].handle = -1
+    s.num_free_slots = s.max_seqs
+    s.tag = take_tag(&s.first_generation)
+    s.base = (s.tag << TAG_SHIFT) | (s.first_generation << SLOT_BITS)
+    return 0
+
+
+cdef tuple init_index(State* pool, object seed, object prefix_cache, object events, object hash_bits):
+    """Returns the seed and the number of events that are kept."""
+    cdef Seqs* s = &pool.seqs
+    cdef int64_t bits = to_int(hash_bits, "Pool", "_hash_bits", 0, 32)
+    cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
+    cdef int64_t number = (int.from_bytes(os.urandom(8), "little") >> 1 if seed is None
+                           else to_int(seed, "Pool", "seed", 0, INT64_MAX))
+    if not isinstance(prefix_cache, bool):
+        raise TypeError(f"[Pool] prefix_cache must be a bool, not {type(prefix_cache).__name__} ({prefix_cache!r})")
+    if room and not prefix_cache:
+        raise ValueError(f"[Pool] events ({room}) need prefix_cache=True")
+    if not prefix_cache:
+        return number, room
+    s.prefix = <SeqPrefix*>xcalloc(s.max_seqs, sizeof(SeqPrefix))
+    s.partial = <int32_t*>xcalloc(s.max_seqs, pool.blocks.block_size * sizeof(int32_t))
+    if (s.prefix == NULL or s.partial == NULL
+            or index_init(&pool.index, pool.blocks.block_size, mix(0x5851F42D4C957F2DULL, <uint64_t>number),
+                          <uint64_t>-1 >> (64 - bits) if bits else 0, room) != OK):
+        raise MemoryError(f"[Pool] no memory for what the prefix cache has of {s.max_seqs} sequences")
+    s.names = &pool.index.names
+    return number, room
+
+
+cdef int init_arenas(State* pool, tuple groups) except -1:
+    """All but the blocks of the first. State slots stand behind the arenas of blocks, and none is reserved."""
+    cdef dict sizes = arena_sizes(groups, pool.blocks.num_blocks)
+    cdef Groups* gs = pool.groups
+    cdef int32_t k, reserved, last = max([group.arena for group in groups])
+    gs.more = <Blocks*>xcalloc(len(sizes), sizeof(Blocks))
+    if gs.more == NULL:
+        raise MemoryError("[Pool] no memory for layer groups")
+    for k in range(<int32_t>len(sizes)):
+        gs.arena[k] = &gs.more[k - 1] if k else &pool.blocks
+        gs.num_arenas = pool.num_arenas = k + 1
+        pool.sizes[k] = sizes[k]
+        reserved = pool.blocks.reserved if k <= last else 0
+        if pool.sizes[k] <= reserved:
+            raise ValueError(f"[Pool] arena {k} has {pool.sizes[k]} blocks, of which {reserved} are reserved")
+        if k and blocks_init(gs.arena[k], pool.sizes[k], reserved, gs.block_size) != OK:
+            raise MemoryError(f"[Pool] no memory for {pool.sizes[k]} blocks, each needs 48 bytes")
+    return 0
+
+
+cdef int init_group(State* pool, int32_t k, object group, int32_t arena, int64_t lookahead) except -1:
+    cdef Groups* gs = pool.groups
+    cdef LayerGroup* g = &gs.group[k]
+    g.kind = KINDS.index(group.kind)
+    g.arena = arena
+    g.blocks = gs.arena[arena]
+    g.columns = group.columns
+    g.block_size = group.block_size or gs.block_size
+    g.shift = (<object>g.block_size).bit_length() - 1 if g.block_size & (g.block_size - 1) == 0 else -1
+    if g.kind == STATE_LAYERS:
+        g.shift = 62
+    g.scale = (<object>(g.block_size // gs.block_size)).bit_length() - 1
+    g.reach = group.size
+    g.lookahead = lookahead
+    g.period = g.block_size if g.kind == WINDOW_LAYERS else g.reach if g.kind == CHUNK_LAYERS else 1
+    if g.period & (g.period - 1):
+        g.period = 1
+    g.phase = lookahead + (g.reach - 1 if g.kind == WINDOW_LAYERS else 0)
+    g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
+    g.hole = 0 if pool.blocks.reserved else NO_BLOCK
+    gs.has_states |= g.kind == STATE_LAYERS
+    gs.lets_go |= g.kind == WINDOW_LAYERS or g.kind == CHUNK_LAYERS
+    # A row that lost a part of a block holds as many tokens in one block more.
+    width = 1 if g.kind == STATE_LAYERS else (entries_for(g, gs.most_blocks) + 1) * group.columns
+    if width > INT32_MAX:
+        raise ValueError(f"[Pool] a sequence may have {width} block ids in group {k}, the limit is {INT32_MAX}")
+    # Rows start an odd number of cache lines apart: the tails of rows of one length lie in different sets.
+    g.width = width if g.kind == STATE_LAYERS else (width + 15) // 16 * 16 | 16
+    if group_init(g, gs.seqs, k == 0) != OK:
+        raise MemoryError(f"[Pool] no memory for tables of group {k}: {gs.seqs.max_seqs} rows of {width} ids")
+    return 0
+
+
+cdef int init_groups(State* pool, tuple groups, int64_t lookahead) except -1:
+    cdef Groups* gs = <Groups*>xcalloc(1, sizeof(Groups))
+    cdef int32_t k
+    if gs == NULL:
+        raise MemoryError("[Pool] no memory for layer groups")
+    pool.groups = gs
+    gs.seqs = &pool.seqs
+    gs.pends = pool.steps_pend
+    gs.block_size = pool.blocks.block_size
+    gs.seq_tokens = pool.seqs.max_blocks * gs.block_size
+    gs.longest = INT32_MAX * gs.block_size
+    gs.has_entries = has_entries(groups)
+    gs.unit = min([(group.block_size or gs.block_size) // gs.block_size for group in groups if group.kind != "state"],
+                  default=1)
+    gs.most_blocks = blocks_for(gs, gs.seq_tokens)
+    init_arenas(pool, groups)
+    if gs.most_blocks > INT32_MAX:
+        raise ValueError(f"[Pool] a sequence may have {gs.seq_tokens} tokens, {gs.most_blocks} blocks of the smallest "
+                         f"block_size, the limit is {INT32_MAX}")
+    gs.num_groups = <int32_t>len(groups)
+    for k, arena in enumerate(arenas_of(groups)):
+        init_group(pool, k, groups[k], arena, lookahead)
+    return 0
+
+
+cdef int init_tree(State* pool, tuple groups) except -1:
+    cdef Groups* gs = pool.groups
+    cdef int32_t[MAX_GROUPS] bundle
+    cdef int64_t size = 0, room = pool.blocks.num_blocks - pool.blocks.reserved
+    cdef int32_t k
+    for k in range(gs.num_groups):
+        bundle[k] = groups[k].blocks
+        size += bundle[k]
+    if size > room:
+        raise ValueError(f"[Pool] a checkpoint has {size} blocks, arena 0 has {room}: "
+                         "give more num_blocks, or blocks=0 to the state groups for no checkpoints")
+    gs.tree = <Tree*>xcalloc(1, sizeof(Tree))
+    if gs.tree == NULL or tree_init(gs.tree, gs, &pool.index, pool.sizes, bundle) != OK:
+        raise MemoryError("[Pool] no memory for the prefix cache")
+    return 0
+
+
+cdef int read_seq(State* pool, object handle, str call, Seq* q) except -1:
+    cdef int64_t wanted = get_handle(handle, call)
+    cdef int32_t slot
+    cdef Verdict v
+    pool_enter(pool, call)
+    slot = seq_judge_any(&pool.seqs, wanted, -1, &v)
+    if slot >= 0:
+        q[0] = pool.seqs.seq[slot]
+    return pool_end(pool, OK if slot >= 0 else v.reason, &v, call)
+
+
+cdef int call_rows(State* pool, int op, str call, object handles, str what, object each, object first,
+                   object group) except -1:
+    """`close`, `truncate`, `compact`, which has a `first` and a `group`, and else `can`, which gets the status."""
+    cdef Ints rows, numbers
+    cdef Verdict v
+    cdef int64_t kept, number
+    cdef int status
+    ints_init(&rows, &pool.spare)
+    ints_init(&numbers, &pool.spare)
+    try:
+        ints_batch(&rows, handles, call, "handles", False)
+        if op != OP_CLOSE:
+            ints_get(&numbers, each, call, what, True, True)
+        if op == OP_COMPACT:
+            kept = to_int(first, call, "first", 0, INT64_MAX)
+            number = to_int(group, call, "group", INT64_MIN, INT64_MAX)
+        pool_enter(pool, call)
+        if op == OP_CLOSE:
+            status = pool_close(pool, &rows, NULL, &v)
+        elif op == OP_TRUNCATE:
+            status = pool_truncate(pool, &rows, &numbers, &v)
+        elif op == OP_COMPACT:
+            status = pool_compact(pool, number, &rows, &numbers, kept, &v)
+        else:
+            status = pool_can(pool, &rows, &numbers, &v)
+        pool_leave(pool)
+    finally:
+        ints_free(&rows)
+        ints_free(&numbers)
+    if status == OK or (op == OP_STEP and status in (OUT_OF_BLOCKS, TABLE_TOO_WIDE, SEQ_TOO_LONG)):
+        return status
+    return refuse(call, &v)
 
 
 cdef enum:
@@ -145,174 +332,23 @@ cdef class Pool:
     cdef int init(self, tuple given) except -1:
         (num_blocks, block_size, max_seqs, max_blocks_per_seq, reserved_blocks, watermark, in_order, seed, prefix_cache,
          events, lookahead, groups, hash_bits) = given
-        lookahead = to_int(lookahead, "Pool", "lookahead", 0, (<int64_t>1 << 31) - 1)
-        self.init_blocks(num_blocks, block_size, reserved_blocks)
+        lookahead = to_int(lookahead, "Pool", "lookahead", 0, INT32_MAX)
+        init_blocks(&self.state, num_blocks, block_size, reserved_blocks)
         groups = read_groups(groups, self.state.blocks.block_size, lookahead)
-        self.init_seqs(max_seqs, max_blocks_per_seq, watermark, groups)
-        seed, events = self.init_index(seed, prefix_cache, events, hash_bits)
+        init_seqs(&self.state, max_seqs, max_blocks_per_seq, watermark, groups)
+        seed, events = init_index(&self.state, seed, prefix_cache, events, hash_bits)
         if not isinstance(in_order, bool):
             raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
         self.state.steps_pend = not in_order
-        self.init_groups(groups, lookahead)
+        init_groups(&self.state, groups, lookahead)
         if prefix_cache:
-            self.init_tree(groups)
+            init_tree(&self.state, groups)
         self.options = PoolOptions(
             self.state.blocks.num_blocks, self.state.blocks.block_size, self.state.seqs.max_seqs,
             self.state.seqs.max_blocks, self.state.blocks.reserved, self.state.seqs.watermark, in_order, seed,
             prefix_cache, events, lookahead, groups)
         return 0
-
-    cdef int init_group(self, LayerGroup* g, object group, int64_t lookahead) except -1:
-        g.columns = group.columns
-        g.block_size = group.block_size or self.state.groups.block_size
-        g.shift = (<object>g.block_size).bit_length() - 1 if g.block_size & (g.block_size - 1) == 0 else -1
-        if g.kind == STATE_LAYERS:
-            g.shift = 62
-        g.scale = (<object>(g.block_size // self.state.groups.block_size)).bit_length() - 1
-        g.reach = group.size
-        g.lookahead = lookahead
-        g.period = g.block_size if g.kind == WINDOW_LAYERS else g.reach if g.kind == CHUNK_LAYERS else 1
-        if g.period & (g.period - 1):
-            g.period = 1
-        g.phase = lookahead + (g.reach - 1 if g.kind == WINDOW_LAYERS else 0)
-        g.kept = <int32_t>((<int64_t>group.keep + g.block_size - 1) // g.block_size)
-        g.hole = 0 if self.state.blocks.reserved else NO_BLOCK
-        return 0
-
-    cdef int init_groups(self, tuple groups, int64_t lookahead) except -1:
-        cdef Seqs* s = &self.state.seqs
-        cdef dict sizes = arena_sizes(groups, self.state.blocks.num_blocks)
-        cdef Groups* gs = <Groups*>xcalloc(1, sizeof(Groups))
-        cdef LayerGroup* g
-        cdef int64_t tokens = s.max_blocks * self.state.blocks.block_size
-        cdef int32_t k
-        if gs == NULL:
-            raise MemoryError("[Pool] no memory for layer groups")
-        self.state.groups = gs
-        gs.seqs = s
-        gs.pends = self.state.steps_pend
-        gs.block_size = self.state.blocks.block_size
-        gs.seq_tokens = tokens
-        gs.num_groups = <int32_t>len(groups)
-        gs.has_entries = has_entries(groups)
-        gs.unit = min([(group.block_size or gs.block_size) // gs.block_size for group in groups
-                       if group.kind != "state"], default=1)
-        gs.arena[0] = &self.state.blocks
-        gs.more = <Blocks*>xcalloc(len(sizes), sizeof(Blocks))
-        if gs.more == NULL:
-            raise MemoryError("[Pool] no memory for layer groups")
-        for k in range(1, <int32_t>len(sizes)):
-            gs.arena[k] = &gs.more[k - 1]
-            gs.num_arenas = k + 1
-            reserved = 0 if sizes[k][1] else self.state.blocks.reserved
-            if sizes[k][0] <= reserved:
-                raise ValueError(f"[Pool] arena {k} has {sizes[k][0]} blocks, of which {reserved} are reserved")
-            if blocks_init(gs.arena[k], sizes[k][0], reserved, gs.block_size) != OK:
-                raise MemoryError(f"[Pool] no memory for {sizes[k][0]} blocks, each needs 48 bytes")
-        gs.num_arenas = self.state.num_arenas = <int32_t>len(sizes)
-        for k in range(gs.num_arenas):
-            self.state.sizes[k] = sizes[k][0]
-        states = len(sizes) - sum([group.kind == "state" for group in groups])
-        for k in range(gs.num_groups):
-            g = &gs.group[k]
-            group = groups[k]
-            g.kind = KINDS.index(group.kind)
-            g.arena = group.arena
-            if g.kind == STATE_LAYERS:
-                g.arena, states = states, states + 1
-                gs.has_states = True
-            g.blocks = gs.arena[g.arena]
-            gs.lets_go |= g.kind == WINDOW_LAYERS or g.kind == CHUNK_LAYERS
-            self.init_group(g, group, lookahead)
-            # A row that lost a part of a block holds as many tokens in one block more.
-            width = 1 if g.kind == STATE_LAYERS else (entries_for(g, blocks_for(gs, tokens)) + 1) * group.columns
-            if blocks_for(gs, tokens) > INT32_MAX:
-                raise ValueError(f"[Pool] a sequence may have {tokens} tokens, {blocks_for(gs, tokens)} blocks of the "
-                                 f"smallest block_size, the limit is {INT32_MAX}")
-            if width > INT32_MAX:
-                raise ValueError(f"[Pool] a sequence may have {width} block ids in group {k}, the limit is {INT32_MAX}")
-            # Rows start an odd number of cache lines apart: the tails of rows of one length lie in different sets.
-            g.width = width if g.kind == STATE_LAYERS else (width + 15) // 16 * 16 | 16
-            if group_init(g, s, k == 0) != OK:
-                raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
-        gs.most_blocks = blocks_for(gs, tokens)
-        gs.longest = INT32_MAX * gs.block_size
-        return 0
-
-    cdef int init_tree(self, tuple groups) except -1:
-        cdef Groups* gs = self.state.groups
-        cdef int32_t[MAX_GROUPS] bundle
-        cdef int64_t size = 0, room = gs.arena[0].num_blocks - gs.arena[0].reserved
-        cdef int32_t k
-        for k in range(gs.num_groups):
-            bundle[k] = groups[k].blocks
-            size += bundle[k]
-        if size > room:
-            raise ValueError(f"[Pool] a checkpoint has {size} blocks, arena 0 has {room}: "
-                             "give more num_blocks, or blocks=0 to the state groups for no checkpoints")
-        gs.tree = <Tree*>xcalloc(1, sizeof(Tree))
-        if gs.tree == NULL or tree_init(gs.tree, gs, &self.state.index, self.state.sizes, bundle) != OK:
-            raise MemoryError("[Pool] no memory for the prefix cache")
-        return 0
-
-    cdef int init_blocks(self, object num_blocks, object block_size, object reserved_blocks) except -1:
-        cdef int64_t n = to_int(num_blocks, "Pool", "num_blocks", 1, (<int64_t>1 << 31) - 1)
-        cdef int64_t size = to_int(block_size, "Pool", "block_size", 1,
-                                   min((<int64_t>1 << 31) - 1, (<int64_t>1 << 62) // n))
-        cdef int64_t reserved = to_int(reserved_blocks, "Pool", "reserved_blocks", 0, n - 1)
-        if blocks_init(&self.state.blocks, <int32_t>n, <int32_t>reserved, size) != OK:
-            raise MemoryError(f"[Pool] no memory for {n} blocks, each needs 48 bytes")
-        return 0
-
-    cdef int init_seqs(self, object max_seqs, object max_blocks_per_seq, object watermark, tuple groups) except -1:
-        cdef Seqs* s = &self.state.seqs
-        cdef int32_t usable = self.state.blocks.num_blocks - self.state.blocks.reserved
-        cdef int32_t slot
-        s.max_seqs = <int32_t>to_int(max_seqs, "Pool", "max_seqs", 1, MAX_SEQS)
-        if max_blocks_per_seq is None and not has_entries(groups):
-            s.max_blocks = <int32_t>(INT32_MAX // self.state.blocks.block_size)
-        elif max_blocks_per_seq is None:
-            s.max_blocks = min(usable, max(1, (1 << 27) // s.max_seqs))
-        else:
-            s.max_blocks = <int32_t>to_int(max_blocks_per_seq, "Pool", "max_blocks_per_seq", 1, (<int64_t>1 << 31) - 1)
-        s.watermark = to_int(watermark, "Pool", "watermark", 0, usable)
-        s.memory = xcalloc(s.max_seqs + 1, sizeof(Seq))
-        s.life = <SeqLife*>xcalloc(s.max_seqs, sizeof(SeqLife))
-        s.free_slot = <int32_t*>xcalloc(s.max_seqs, sizeof(int32_t))
-        if s.memory == NULL or s.life == NULL or s.free_slot == NULL:
-            raise MemoryError(f"[Pool] no memory for {s.max_seqs} sequences of {s.max_blocks} blocks")
-        s.seq = <Seq*>((<size_t>s.memory + sizeof(Seq) - 1) // sizeof(Seq) * sizeof(Seq))
-        for slot in range(s.max_seqs):
-            s.free_slot[slot] = slot
-            s.seq[slot].handle = -1
-        s.num_free_slots = s.max_seqs
-        s.tag = take_tag(&s.first_generation)
-        s.base = (s.tag << TAG_SHIFT) | (s.first_generation << SLOT_BITS)
-        return 0
-
-    cdef tuple init_index(self, object seed, object prefix_cache, object events, object hash_bits):
-        """Returns the seed and the number of events that are kept."""
-        cdef Seqs* s = &self.state.seqs
-        cdef int64_t bits = to_int(hash_bits, "Pool", "_hash_bits", 0, 32)
-        cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
-        cdef int64_t number = (int.from_bytes(os.urandom(8), "little") >> 1 if seed is None
-                               else to_int(seed, "Pool", "seed", 0, INT64_MAX))
-        if not isinstance(prefix_cache, bool):
-            raise TypeError(f"[Pool] prefix_cache must be a bool, not {type(prefix_cache).__name__} ({prefix_cache!r})")
-        if room and not prefix_cache:
-            raise ValueError(f"[Pool] events ({room}) need prefix_cache=True")
-        if not prefix_cache:
-            return number, room
-        s.prefix = <SeqPrefix*>xcalloc(s.max_seqs, sizeof(SeqPrefix))
-        s.partial = <int32_t*>xcalloc(s.max_seqs, self.state.blocks.block_size * sizeof(int32_t))
-        if (s.prefix == NULL or s.partial == NULL
-                or index_init(&self.state.index, self.state.blocks.block_size,
-                              mix(0x5851F42D4C957F2DULL, <uint64_t>number),
-                              <uint64_t>-1 >> (64 - bits) if bits else 0, room) != OK):
-            raise MemoryError(f"[Pool] no memory for what the prefix cache has of {s.max_seqs} sequences")
-        s.names = &self.state.index.names
-        return number, room
 
     def __dealloc__(self):
         if self.state.seqs.tag:
@@ -453,13 +489,9 @@ cdef class Pool:
         cdef int64_t length = to_int(n, "loaded", "n", 0, INT64_MAX)
         cdef bint is_open = False
         cdef Verdict v
-        cdef int status
         pool_enter(&self.state, "loaded")
-        status = pool_loaded(&self.state, wanted, length, &is_open, &v)
-        pool_leave(&self.state)
-        if status == OK:
-            return is_open
-        refuse("loaded", &v)
+        pool_end(&self.state, pool_loaded(&self.state, wanted, length, &is_open, &v), &v, "loaded")
+        return is_open
 
     def fork(self, handle, n=1):
         """`n` new sequences that share every filled block of an open one. No KV data moves until one of them writes.
@@ -491,14 +523,10 @@ cdef class Pool:
         cdef int64_t count = to_int(n, "fork", "n", 0, INT64_MAX)
         cdef int64_t* made
         cdef Verdict v
-        cdef int status
         children = new_int64(count if count <= self.state.seqs.max_seqs else 0)       # more will be refused
         made = <int64_t*>array_data(children)   # asks for memory: nothing may fail once the fork is made
         pool_enter(&self.state, "fork")
-        status = pool_fork(&self.state, parent, count, made, &v)
-        pool_leave(&self.state)
-        if status != OK:
-            refuse("fork", &v)
+        pool_end(&self.state, pool_fork(&self.state, parent, count, made, &v), &v, "fork")
         return children
 
     def truncate(self, handles, lens):
@@ -521,35 +549,7 @@ cdef class Pool:
             layer group has let go of what a query there reads, or has the state of another length; the shapes differ.
             State unchanged.
         """
-        self.shorten(handles, lens, False, None, None, "truncate")
-
-    cdef int shorten(self, object handles, object lens, bint compacts, object first, object group,
-                     str call) except -1:
-        """`compact`, or `truncate`, which has no `first` and no `group`."""
-        cdef Ints batch, lengths
-        cdef Verdict v
-        cdef int64_t kept = 0, number = 0
-        cdef int status
-        ints_init(&batch, &self.state.spare)
-        ints_init(&lengths, &self.state.spare)
-        try:
-            ints_batch(&batch, handles, call, "handles", False)
-            ints_get(&lengths, lens, call, "lens", True, True)
-            if compacts:
-                kept = to_int(first, call, "first", 0, INT64_MAX)
-                number = to_int(group, call, "group", INT64_MIN, INT64_MAX)
-            pool_enter(&self.state, call)
-            if not compacts:
-                status = pool_truncate(&self.state, &batch, &lengths, &v)
-            else:
-                status = pool_compact(&self.state, number, &batch, &lengths, kept, &v)
-            pool_leave(&self.state)
-        finally:
-            ints_free(&batch)
-            ints_free(&lengths)
-        if status != OK:
-            refuse(call, &v)
-        return 0
+        call_rows(&self.state, OP_TRUNCATE, "truncate", handles, "lens", lens, None, None)
 
     def close(self, handles):
         """End sequences, in the order given; their blocks are released youngest first. Legal while a plan is pending.
@@ -559,19 +559,7 @@ cdef class Pool:
         StaleHandle, ForeignHandle, ValueError
             A handle is not open in this pool; duplicates. State unchanged.
         """
-        cdef Ints batch
-        cdef Verdict v
-        cdef int status
-        ints_init(&batch, &self.state.spare)
-        try:
-            ints_batch(&batch, handles, "close", "handles", False)
-            pool_enter(&self.state, "close")
-            status = pool_close(&self.state, &batch, &v)
-            pool_leave(&self.state)
-        finally:
-            ints_free(&batch)
-        if status != OK:
-            refuse("close", &v)
+        call_rows(&self.state, OP_CLOSE, "close", handles, None, None, None, None)
 
     def close_finished(self, handles, mask):
         """Close the sequences whose mask byte is not zero; returns how many.
@@ -591,8 +579,6 @@ cdef class Pool:
         cdef Ints batch
         cdef Verdict v
         cdef bytes done
-        cdef object closed
-        cdef int status
         cdef const unsigned char* finished
         ints_init(&batch, &self.state.spare)
         try:
@@ -601,12 +587,9 @@ cdef class Pool:
             finished = done
             closed = batch.size - done.count(b"\0")     # made before anything moves
             pool_enter(&self.state, "close_finished")
-            status = pool_close_finished(&self.state, &batch, finished, &v)
-            pool_leave(&self.state)
+            pool_end(&self.state, pool_close(&self.state, &batch, finished, &v), &v, "close_finished")
         finally:
             ints_free(&batch)
-        if status != OK:
-            refuse("close_finished", &v)
         return closed
 
     def defer_close(self, handle):
@@ -621,9 +604,7 @@ cdef class Pool:
         pool_enter_any(&self.state, "defer_close")
         if self.state.blocks.block != NULL:
             status = pool_defer(&self.state, closing, &v)
-        pool_leave(&self.state)
-        if status != OK:
-            refuse("defer_close", &v)
+        pool_end(&self.state, status, &v, "defer_close")
 
     def table(self, handle, group=None):
         """Block ids of a sequence in order, reserved ones included; a copy.
@@ -667,28 +648,13 @@ cdef class Pool:
                 status = RETRY
             elif status == OK:
                 memcpy(data, ids, room * sizeof(int32_t))
-            pool_leave(&self.state)
-        if status != OK:
-            refuse("table", &v)
+            pool_end(&self.state, OK if status == RETRY else status, &v, "table")
         return copy.reshape(-1, columns) if columns > (group is None) else copy
-
-    cdef int read(self, object handle, str call, Seq* q) except -1:
-        cdef int64_t wanted = get_handle(handle, call)
-        cdef int32_t slot
-        cdef Verdict v
-        pool_enter(&self.state, call)
-        slot = seq_judge_any(&self.state.seqs, wanted, -1, &v)
-        if slot >= 0:
-            q[0] = self.state.seqs.seq[slot]
-        pool_leave(&self.state)
-        if slot < 0:
-            refuse(call, &v)
-        return 0
 
     def num_tokens(self, handle):
         """Length of a sequence in tokens, evicted ones included: the position of the next one. O(1)."""
         cdef Seq q
-        self.read(handle, "num_tokens", &q)
+        read_seq(&self.state, handle, "num_tokens", &q)
         return q.num_tokens
 
     def kv_len(self, handle, group=0):
@@ -699,12 +665,8 @@ cdef class Pool:
         cdef int64_t wanted = get_handle(handle, "kv_len"), length = 0
         cdef int64_t number = to_int(group, "kv_len", "group", INT64_MIN, INT64_MAX)
         cdef Verdict v
-        cdef int status
         pool_enter(&self.state, "kv_len")
-        status = pool_kv_len(&self.state, wanted, number, &length, &v)
-        pool_leave(&self.state)
-        if status != OK:
-            refuse("kv_len", &v)
+        pool_end(&self.state, pool_kv_len(&self.state, wanted, number, &length, &v), &v, "kv_len")
         return length
 
     def capacity(self, handle):
@@ -713,7 +675,7 @@ cdef class Pool:
         Evicted tokens are among them, as in `num_tokens`.
         """
         cdef Seq q
-        self.read(handle, "capacity", &q)
+        read_seq(&self.state, handle, "capacity", &q)
         return q.num_blocks * <object>self.options.block_size
 
     def is_open(self, handle):
@@ -765,7 +727,7 @@ cdef class Pool:
         O(S) for a decode step with unchanged rows, plus O(blocks) for rows that changed. No Python object per
         token, row or block. The plan is pending until `done` or `rollback`.
         """
-        self.run(plan, handles, num_new, "step", True, partial, pad_to)
+        self.run("step", plan, handles, num_new, True, partial, pad_to, False, None, None)
 
     def reserve(self, plan, handles, num_new):
         """Take the blocks for `num_new` more tokens per row, without the tokens: lengths do not move.
@@ -773,13 +735,15 @@ cdef class Pool:
         Copies that shared blocks need are in the plan, which is pending like after `step`. Until a sequence is
         forked, steps inside its reservation cannot run out of blocks, but of state slots. Raises like `step`.
         """
-        self.run(plan, handles, num_new, "reserve", False, False, None)
+        self.run("reserve", plan, handles, num_new, False, False, None, False, None, None)
 
-    cdef int run(self, object plan_, object handles, object num_new, str call, bint advance, object partial,
-                 object pad_to) except -1:
+    cdef int run(self, str call, object plan_, object handles, object num_new, bint advance, object partial,
+                 object pad_to, bint unshares, object first, object group) except -1:
+        """`step`, `reserve`, or `unshare`: then `num_new` are its `lens`."""
         cdef Plan plan = self.check_plan(plan_, call)
         cdef Ints rows, new
-        cdef int64_t pad_rows = 0, pad_tokens = -1
+        cdef int64_t pad_rows = 0, pad_tokens = -1, kept = 0, number = 0
+        cdef str what = "lens" if unshares else "num_new"
         ints_init(&rows, &self.state.spare)
         ints_init(&new, &self.state.spare)
         plan.refuse_pending(call)
@@ -787,28 +751,40 @@ cdef class Pool:
             raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__} ({partial!r})")
         try:
             ints_batch(&rows, handles, call, "handles", False)
-            ints_get(&new, num_new, call, "num_new", True, True)
+            ints_get(&new, num_new, call, what, True, True)
+            if unshares:
+                kept = to_int(first, call, "first", 0, INT64_MAX)
+                number = to_int(group, call, "group", INT64_MIN, INT64_MAX)
             if new.size >= 0 and new.size != rows.size:
-                raise ValueError(f"[{call}] {new.size} num_new for {rows.size} handles")
+                raise ValueError(f"[{call}] {new.size} {what} for {rows.size} handles")
             plan.refuse_rows(rows.size, call)
             if pad_to is not None:
                 plan.get_pad(pad_to, call, rows.size, &pad_rows, &pad_tokens)
-            self.run_plan(plan, &rows, &new, call, advance, partial, pad_rows, pad_tokens)
+            self.run_plan(plan, &rows, &new, call, advance, partial, pad_rows, pad_tokens, unshares, kept, number)
         finally:
             ints_free(&rows)
             ints_free(&new)
         return 0
 
     cdef int run_plan(self, Plan plan, const Ints* rows, const Ints* new, str call, bint advance, bint partial,
-                      int64_t pad_rows, int64_t pad_tokens) except -1:
+                      int64_t pad_rows, int64_t pad_tokens, bint unshares=False, int64_t first=0,
+                      int64_t group=0) except -1:
         """A step of arguments that fit each other and the plan; `pad_tokens` -1: no padding asked for."""
         cdef Verdict v
         cdef int status = RETRY
-        self.keep_plan(plan)
+        v.value = 0
+        if self.state.steps_pend:
+            self.plans.append(plan)     # it lives as long as its step is pending; last that can fail without the lock
         try:
-            pool_enter(&self.state, call)
-            status = pool_step(&self.state, plan, rows, new, advance, partial, pad_rows, pad_tokens, &v)
-            pool_leave(&self.state)
+            while status == RETRY:
+                if v.value:
+                    (<PlanGroup>plan.group_plans[group]).room_for_copies(&self.state, v.value)
+                pool_enter(&self.state, call)
+                if unshares:
+                    status = pool_unshare(&self.state, plan, group, rows, new, first, &v)
+                else:
+                    status = pool_step(&self.state, plan, rows, new, advance, partial, pad_rows, pad_tokens, &v)
+                pool_leave(&self.state)
         finally:
             if status != OK:
                 self.let_go_of_plan(plan)
@@ -822,12 +798,6 @@ cdef class Pool:
         if (<Plan>plan).pool is not self:
             raise ValueError(f"[{call}] the plan belongs to another pool ({(<Plan>plan).pool!r})")
         return <Plan>plan
-
-    cdef int keep_plan(self, Plan plan) except -1:
-        """Last thing that can fail before the lock is taken: a plan lives as long as its step is pending."""
-        if self.state.steps_pend:
-            self.plans.append(plan)
-        return 0
 
     cdef int let_go_of_plan(self, Plan plan) except -1:
         if self.state.steps_pend:
@@ -866,9 +836,6 @@ cdef class Pool:
         >>> pool.can(tokens=28), pool.can(tokens=[5] * 29)
         (True, False)
         """
-        cdef Ints rows, new
-        cdef Verdict v
-        cdef int status
         if tokens is not None:
             if handles is not None or type(num_new) is not int or num_new != 1:
                 raise TypeError("[can] tokens ask for `open`, handles and num_new for `step`: give one of them")
@@ -878,20 +845,7 @@ cdef class Pool:
             raise TypeError("[can] handles and tokens are None: give one of them")
         if type(namespace) is not bytes or namespace or reserve is not True or load is not False:
             raise TypeError("[can] namespace, reserve and load belong to tokens, which are None")
-        ints_init(&rows, &self.state.spare)
-        ints_init(&new, &self.state.spare)
-        try:
-            ints_batch(&rows, handles, "can", "handles", False)
-            ints_get(&new, num_new, "can", "num_new", True, True)
-            pool_enter(&self.state, "can")
-            status = pool_can(&self.state, &rows, &new, &v)
-            pool_leave(&self.state)
-        finally:
-            ints_free(&rows)
-            ints_free(&new)
-        if status not in (OK, OUT_OF_BLOCKS, TABLE_TOO_WIDE, SEQ_TOO_LONG):
-            refuse("can", &v)
-        return status == OK
+        return call_rows(&self.state, OP_STEP, "can", handles, "num_new", num_new, None, None) == OK
 
     def done(self, plan):
         """Declare a pending plan executed. Plans finish in step order; an early `done` is noted until its turn.
@@ -907,28 +861,28 @@ cdef class Pool:
         cdef void* few[FEW_PLANS]
         cdef void** passed = few
         cdef Verdict v
-        cdef int32_t k, room = FEW_PLANS, count = 0
-        cdef int status = RETRY
-        try:
-            while status == RETRY:
-                pool_enter(&self.state, call)
-                status = pool_done(&self.state, plan, passed, room, &count, &v)
-                room = max(room, self.state.pending.size)
-                pool_leave(&self.state)
-                if status == RETRY:
-                    if passed != few:
-                        xfree(passed)
-                    passed = <void**>xcalloc(room, sizeof(void*))
-                    if passed == NULL:
-                        raise MemoryError(f"[{call}] no memory for {room} plans")
-            if status != OK:
-                refuse(call, &v)
-            for k in range(count):
-                self.let_go_of_plan(<Plan>passed[k])
-                Py_DECREF(<Plan>passed[k])
-        finally:
-            if passed != few:
-                xfree(passed)
+        cdef int32_t room, count = 0
+        cdef int status = OK
+        pool_enter(&self.state, call)
+        room = self.state.pending.size
+        if room > FEW_PLANS:
+            passed = <void**>xcalloc(room, sizeof(void*))
+        if passed != NULL:
+            status = pool_done(&self.state, plan, passed, &count, &v)
+        pool_leave(&self.state)
+        self.let_go_of_plans(passed, count, room, call)
+        if passed != few:
+            xfree(passed)
+        return refuse(call, &v) if status != OK else 0
+
+    cdef int let_go_of_plans(self, void** plans, int32_t count, int32_t room, str call) except -1:
+        """Those that the pool held so far, with a reference each for the caller; NULL: no memory for `room` plans."""
+        cdef int32_t k
+        if plans == NULL:
+            raise MemoryError(f"[{call}] no memory for {room} plans")
+        for k in range(count):
+            self.let_go_of_plan(<Plan>plans[k])
+            Py_DECREF(<Plan>plans[k])
         return 0
 
     def rollback(self, plan):
@@ -948,14 +902,9 @@ cdef class Pool:
 
     cdef int end_rollback(self, Plan plan, str call) except -1:
         cdef Verdict v
-        cdef int status
         pool_enter(&self.state, call)
-        status = pool_rollback(&self.state, plan, &v)
-        pool_leave(&self.state)
-        if status != OK:
-            refuse(call, &v)
-        self.let_go_of_plan(plan)
-        return 0
+        pool_end(&self.state, pool_rollback(&self.state, plan, &v), &v, call)
+        return self.let_go_of_plan(plan)
 
     # -- tokens leave a sequence that goes on
 
@@ -984,39 +933,7 @@ cdef class Pool:
         are judged in order, so each but the last of the sequences that share a block gets a copy, and the last too
         while the copies are pending. O(blocks).
         """
-        cdef Plan p = self.check_plan(plan, "unshare")
-        cdef Ints rows, lengths
-        cdef Verdict v
-        cdef int64_t keep, number
-        cdef int status = RETRY
-        ints_init(&rows, &self.state.spare)
-        ints_init(&lengths, &self.state.spare)
-        p.refuse_pending("unshare")
-        try:
-            ints_batch(&rows, handles, "unshare", "handles", False)
-            ints_get(&lengths, lens, "unshare", "lens", True, True)
-            keep = to_int(first, "unshare", "first", 0, INT64_MAX)
-            number = to_int(group, "unshare", "group", INT64_MIN, INT64_MAX)
-            if lengths.size >= 0 and lengths.size != rows.size:
-                raise ValueError(f"[unshare] {lengths.size} lens for {rows.size} handles")
-            p.refuse_rows(rows.size, "unshare")
-            self.keep_plan(p)
-            try:
-                v.value = 0
-                while status == RETRY:
-                    if v.value:
-                        (<PlanGroup>p.group_plans[number]).room_for_copies(&self.state, v.value)
-                    pool_enter(&self.state, "unshare")
-                    status = pool_unshare(&self.state, p, number, &rows, &lengths, keep, &v)
-                    pool_leave(&self.state)
-            finally:
-                if status != OK:
-                    self.let_go_of_plan(p)
-        finally:
-            ints_free(&rows)
-            ints_free(&lengths)
-        if status != OK:
-            p.refuse(&v, "unshare", -1)
+        self.run("unshare", plan, handles, lens, False, False, None, True, first, group)
 
     def compact(self, handles, lens, first=0, group=0):
         """Keep `lens` tokens of each sequence, moved to the front of its table; the blocks behind them are released.
@@ -1050,7 +967,7 @@ cdef class Pool:
         sequence commits no more blocks, in no group, and cannot be truncated below the `num_tokens` it has now.
         O(blocks).
         """
-        self.shorten(handles, lens, True, first, group, "compact")
+        call_rows(&self.state, OP_COMPACT, "compact", handles, "lens", lens, first, group)
 
     def evict_blocks(self, handle, indices, group=0):
         """Whole blocks leave the table of a sequence; no data moves, and shared blocks stay as others read them.
@@ -1082,17 +999,13 @@ cdef class Pool:
         cdef int64_t number = to_int(group, "evict_blocks", "group", INT64_MIN, INT64_MAX)
         cdef Ints places
         cdef Verdict v
-        cdef int status
         ints_init(&places, &self.state.spare)
         try:
             ints_batch(&places, indices, "evict_blocks", "indices", True)
             pool_enter(&self.state, "evict_blocks")
-            status = pool_evict_blocks(&self.state, wanted, number, &places, &v)
-            pool_leave(&self.state)
+            pool_end(&self.state, pool_evict_blocks(&self.state, wanted, number, &places, &v), &v, "evict_blocks")
         finally:
             ints_free(&places)
-        if status != OK:
-            refuse("evict_blocks", &v)
 
     # -- the whole pool
 
@@ -1156,21 +1069,18 @@ cdef class Pool:
         cdef Verdict v
         cdef int32_t k
         cdef int status = RETRY
-        cdef dict found = {}
+        cdef dict target, found
         memset(room, 0, sizeof(room))
         while status == RETRY:
             options = self.options
-            now = arena_sizes(options.groups, options.num_blocks)
-            target = {k: wanted.get(k, size) for k, (size, _) in now.items()}
+            target = arena_sizes(options.groups, options.num_blocks) | wanted
             changed = options_of_size(options, target)
             found = {k: empty((room[k], 2), INT32) for k in wanted}
             for k in range(len(target)):
                 if room[k] > room_there:
                     raise ValueError(f"[resize] there is room for {room_there} moves, there may be {room[k]}")
                 sizes[k] = target[k]
-                moves[k] = <int32_t*>array_data(found[k]) if k in found else NULL
-                if to != NULL and k in found:
-                    moves[k] = to
+                moves[k] = NULL if k not in found else <int32_t*>array_data(found[k]) if to == NULL else to
             pool_enter(&self.state, "resize")
             if self.options is options:         # else another thread was faster
                 status = pool_resize(&self.state, sizes, moves, room, counts, &v)
@@ -1178,9 +1088,7 @@ cdef class Pool:
                 options, self.options = self.options, changed
             for k in range(self.state.num_arenas):
                 room[k] = blocks_behind(self.state.groups.arena[k], sizes[k])
-            pool_leave(&self.state)
-        if status != OK:
-            refuse("resize", &v)
+            pool_end(&self.state, OK if status == RETRY else status, &v, "resize")
         for number in found:
             found[number] = shortened(found[number], counts[number])
         return found
@@ -1190,24 +1098,16 @@ cdef class Pool:
 
         Every handle is stale afterwards; plans stay usable. The backend must be idle. O(num_blocks + max_seqs).
         """
-        cdef int32_t room = 0, count = -1, k
-        cdef void** plans = NULL
-        try:
-            while count < 0:                    # memory for the plans to let go of, before anything moves
-                xfree(plans)
-                plans = <void**>xcalloc(room + 1, sizeof(void*))
-                if plans == NULL:
-                    raise MemoryError(f"[reset] no memory for {room} plans")
-                pool_enter(&self.state, "reset")
-                if self.state.pending.size <= room:
-                    count = pool_reset(&self.state, plans)
-                room = self.state.pending.size
-                pool_leave(&self.state)
-            for k in range(count):
-                self.let_go_of_plan(<Plan>plans[k])
-                Py_DECREF(<Plan>plans[k])
-        finally:
-            xfree(plans)
+        cdef void** plans
+        cdef int32_t room
+        pool_enter(&self.state, "reset")
+        room = self.state.pending.size
+        plans = <void**>xcalloc(room + 1, sizeof(void*))
+        if plans != NULL:
+            pool_reset(&self.state, plans)
+        pool_leave(&self.state)
+        self.let_go_of_plans(plans, room, room, "reset")
+        xfree(plans)
 
     def shutdown(self):
         """Give back all memory; every later call raises `PoolClosed`. Idempotent."""
@@ -1288,22 +1188,16 @@ cdef class Pool:
             Something does not hold; the message says what.
         """
         cdef char[FINDING] finding
-        cdef bint wrong = False
-        cdef int32_t room = 0, needed = 1
-        cdef int32_t* seen = NULL
-        try:
-            while needed > room:                # which another thread may resize
-                room = needed
-                xfree(seen)
-                seen = <int32_t*>xcalloc(2 * <size_t>room + 1, sizeof(int32_t))
-                if seen == NULL:
-                    raise MemoryError(f"[check] no memory for {room} blocks or nodes")
-                pool_enter(&self.state, "check")
-                needed = audit_room(&self.state)
-                if needed <= room:
-                    wrong = find_fault(&self.state, seen, room, finding)
-                pool_leave(&self.state)
-        finally:
-            xfree(seen)
+        cdef bint wrong
+        cdef int32_t room
+        cdef int32_t* seen
+        pool_enter(&self.state, "check")
+        room = audit_room(&self.state)
+        seen = <int32_t*>xcalloc(2 * <size_t>room + 1, sizeof(int32_t))
+        wrong = seen != NULL and find_fault(&self.state, seen, room, finding)
+        pool_leave(&self.state)
+        if seen == NULL:
+            raise MemoryError(f"[check] no memory for {room} blocks or nodes")
+        xfree(seen)
         if wrong:
             raise CorruptState(f"[check] {finding.decode()}")

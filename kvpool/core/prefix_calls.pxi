@@ -9,11 +9,10 @@ cdef Name* enter_name(State* pool, Name* known, uint64_t hash, const char* space
     cdef Name* name = known
     if known == NULL:
         name = name_new(&ix.names, hash, space, size)
-        if name == NULL or names_reserve(&ix.names) != OK:
+        if name == NULL or names_add(&ix.names, name) != OK:
             name_let_go(name)
             refused(v, NO_MEMORY, -1, ix.names.size + <int64_t>1, 0, 0, 0)
             return NULL
-        names_add(&ix.names, name)
     name.users += 1
     return name
 

@@ -67,7 +67,7 @@ cdef int seqs_judge(Seqs* s, Ints* batch, bint any_, Verdict* v) noexcept nogil:
     cdef Py_ssize_t k, row
     cdef int64_t handle
     cdef int32_t slot
-    cdef bint alone = ints_alone(batch)
+    cdef bint alone = batch.data == &batch.scalar       # it came as one int
     seqs_new_stamp(s)
     for k in range(batch.size):
         row = -1 if alone else k

@@ -40,7 +40,7 @@ cdef int pool_fork(State* pool, int64_t handle, int64_t count, int64_t* children
     return OK
 
 
-cdef int judge_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil:
+cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil:
     cdef Seqs* s = &pool.seqs
     cdef Blocks* b = &pool.blocks
     cdef Py_ssize_t k
@@ -62,37 +62,19 @@ cdef int judge_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* 
             return refused(v, PENDING_ROW, k, q.last_step, 0, 0, 0)
         if groups_judge_length(pool.groups, k, slot, length, v) != OK:
             return v.reason
-    return OK
-
-
-cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil:
-    cdef Py_ssize_t k
-    cdef int32_t slot
-    cdef int status = judge_truncate(pool, batch, lengths, v)
-    if status != OK:
-        return status
     for k in range(batch.size):
         groups_truncate(pool.groups, slot_of(ints_at(batch, k)), ints_at(lengths, k))
     return OK
 
 
-cdef int pool_close(State* pool, Ints* batch, Verdict* v) noexcept nogil:
+cdef int pool_close(State* pool, Ints* batch, const unsigned char* finished, Verdict* v) noexcept nogil:
+    """`finished`: a byte for each, 0: it goes on; NULL: all are closed."""
     cdef Py_ssize_t k
     cdef int status = seqs_judge(&pool.seqs, batch, True, v)
     if status != OK:
         return status
     for k in range(batch.size):
-        close_slot(pool, slot_of(ints_at(batch, k)))
-    return OK
-
-
-cdef int pool_close_finished(State* pool, Ints* batch, const unsigned char* finished, Verdict* v) noexcept nogil:
-    cdef Py_ssize_t k
-    cdef int status = seqs_judge(&pool.seqs, batch, True, v)
-    if status != OK:
-        return status
-    for k in range(batch.size):
-        if finished[k]:
+        if finished == NULL or finished[k]:
             close_slot(pool, slot_of(ints_at(batch, k)))
     return OK
 

@@ -113,18 +113,16 @@ cdef void pass_step(State* pool, Step* p) noexcept nogil:
     step_pass(pool.groups, &pool.pending, p)
 
 
-cdef int pool_done(State* pool, Plan plan, void** passed, int32_t room, int32_t* count, Verdict* v) noexcept nogil:
+cdef int pool_done(State* pool, Plan plan, void** passed, int32_t* count, Verdict* v) noexcept nogil:
     """Note that a plan was executed; it passes, and others that waited for it, oldest first.
 
-    `passed`: the plans that did, with a reference each for the caller. RETRY: it has no room for all that may.
+    `passed`: the plans that did, with a reference each for the caller; it has room for all that are pending.
     """
     cdef Step* p = pool.pending.oldest
     if not plan.step.pending:
         return refused(v, PLAN_NOT_PENDING, -1, plan.step.id, 0, 0, not pool.steps_pend)
     if plan.step.noted_done:
         return refused(v, PLAN_NOTED, -1, plan.step.id, 0, 0, 0)
-    if pool.pending.size > room:
-        return RETRY
     pool.blocks.digest = mix(mix(pool.blocks.digest, OP_DONE), pool.next_step - plan.step.id)
     plan.step.noted_done = True
     while p != NULL and p.noted_done:
@@ -151,7 +149,7 @@ cdef int pool_rollback(State* pool, Plan plan, Verdict* v) noexcept nogil:
     return OK
 
 
-cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
+cdef void pool_reset(State* pool, void** plans) noexcept nogil:
     """Make the pool as it was when it was new; `plans` were pending, with a reference each for the caller."""
     cdef Step* p = pool.pending.oldest
     cdef int32_t count = 0, k
@@ -172,7 +170,6 @@ cdef int32_t pool_reset(State* pool, void** plans) noexcept nogil:
     blocks_reset(&pool.blocks)
     groups_reset(pool.groups)
     pool.blocks.digest = mix(pool.blocks.digest, OP_RESET)
-    return count
 
 
 cdef int32_t audit_room(State* pool) noexcept nogil:
