@@ -307,7 +307,7 @@ def decode() -> Iterator[str]:
                 yield f"D {dim} {case.name}: not measured, the time is over"
                 continue
             shape = predict.Shape(case.batch, case.context, case.num_kv_heads, case.group, dim)
-            guessed = [predict.paged_seconds(gpu, shape), predict.dense_seconds(gpu, shape)] if gpu else [0.0, 0.0]
+            guessed = predict.both_seconds(gpu, shape) if gpu else [0.0, 0.0]
             ours, theirs, wanted, expected = (1e6 * t for t in (*metal.seconds(case, 3), *guessed))
             yield f"D {dim:3} {case.name:38}{ours:9.0f}{wanted:10.0f}{theirs:8.0f}{expected:10.0f}"
 
@@ -327,10 +327,11 @@ def prefill() -> Iterator[str]:
             if over():
                 yield f"{name}: not measured, the time is over"
                 continue
-            ours, dense = (1e3 * t / LAYERS for t in beside_dense.seconds(backend, 1, context, chunk, group, window))
             shape = predict.Shape(1, context, 8, group, dim)
-            wanted, expected = predict.chunk_seconds(gpu, shape, chunk, window) if gpu else (0.0, 0.0)
-            yield f"{name:44}{ours:9.2f}{1e3 * wanted:10.2f}{dense:9.2f}{1e3 * expected:10.2f}"
+            guessed = predict.both_seconds(gpu, shape, chunk, window) if gpu else [0.0, 0.0]
+            found = (t / LAYERS for t in beside_dense.seconds(backend, 1, context, chunk, group, window))
+            ours, dense, wanted, expected = (1e3 * t for t in (*found, *guessed))
+            yield f"{name:44}{ours:9.2f}{wanted:10.2f}{dense:9.2f}{expected:10.2f}"
 
 
 def model() -> Iterator[str]:

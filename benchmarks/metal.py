@@ -164,20 +164,15 @@ class Paged:
         work = plan_attention(lengths, np.arange(case.batch + 1), case.batch, tiles=tiles, **parts)
         self.step = attention_step(work, self.tables, case.head_dim**-0.5)
 
-    def pools(self, planes: Any) -> list[Any]:
-        """The memory of a layer as a pool, by its first elements, as the backend binds it."""
-        return [x[:8] for x in planes]
-
     def attend(self, q: Any, planes: Any) -> Any:
-        """Attention of the kernels, which read the pool itself."""
-        k_pool, v_pool = self.pools(planes)
-        return self.kernels.attend(0, q, k_pool, v_pool, self.step)[0]
+        """Attention of the kernels, which read the pool itself: bound by its first elements, as the backend does it."""
+        return self.kernels.attend(0, q, *(x[:8] for x in planes), self.step)[0]
 
     def gather_and_attend(self, q: Any, planes: Any) -> Any:
         """MLX's attention on contexts that were gathered."""
         k, v = (
-            self.kernels.gather(0, plane, pool, self.tables, self.seq_lens, self.context)
-            for plane, pool in zip("kv", self.pools(planes), strict=True)
+            self.kernels.gather(0, plane, pool[:8], self.tables, self.seq_lens, self.context)
+            for plane, pool in zip("kv", planes, strict=True)
         )
         return attention(q, k, v)
 

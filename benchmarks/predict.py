@@ -1,9 +1,7 @@
 """Predicted times of the Metal kernels and of MLX's attention, by arithmetic: for `benchmarks.mac_report`.
 
-``python -m benchmarks.predict`` prints them for some chips.
-
-It guides: where a measurement is far from it, one of the two is wrong. Nothing here was measured by us. A kernel takes
-the longest of three times, and is launched:
+``python -m benchmarks.predict`` prints them for some chips. They guide: where a measurement is far from it, one of the
+two is wrong. Nothing here was measured by us. A kernel takes the longest of three times, and is launched:
 
 - bytes of K and V over `READ_SHARE` of the bandwidth, more if fewer than `SIMDGROUPS` simdgroups wait in each core;
   what several threadgroups read comes again from the chip's cache, as far as all of K and V fit there; after them the
@@ -11,9 +9,9 @@ the longest of three times, and is launched:
 - instructions over 4 a cycle and core, at `ISSUE_SHARE` of the cycles; products of 8x8 matrices: `MATRIX_CYCLES`;
 - the reads that one simdgroup makes one after the other, `CHAIN_SECONDS` each.
 
-The tensor operations of an M5 ("NAX") are in MLX's products of matrices and in its attention of more than 8 queries,
-for head dimensions 64, 96, 128 and 256; kvpool's kernels have none, so its chunks gain by them where MLX computes them.
-Decode has none at all. A kernel that spills registers writes and reads them once for 32 tokens; by ptxas none does.
+MLX has the tensor operations of an M5 ("NAX") in products of matrices and in attention of more than 8 queries with
+head dimensions `NAX_DIMS`. No decode has them, nor kvpool's kernels; its long chunks run MLX's. What a kernel spills it
+writes and reads once for 32 tokens.
 
 Bandwidths are Apple's, clocks are from public tables. `ISSUE_SHARE`, `NAX_SHARE` and the caches were fitted to rates
 that others have published for M5 chips, `NAX_CYCLES` is from their tests of an A19. An Ultra's two halves are taken for
@@ -41,10 +39,7 @@ CHAIN_SECONDS = 0.8e-6  # one read that must be back before the next is asked fo
 
 
 class GPU(NamedTuple):
-    """A chip: GPU cores (the most that it is sold with), GB/s, GHz, MB of the cache in front of the memory.
-
-    nax: has tensor operations, for MLX from macOS 26.2 on.
-    """
+    """A chip: GPU cores (as many as it is sold with), GB/s, GHz, MB of cache before the memory, tensor operations."""
 
     cores: int
     bandwidth: float
@@ -67,9 +62,9 @@ GPUS = {
 }  # fmt: skip
 CHIPS = ("M1", "M4 Max", "M3 Ultra", "M5 Max")  # that are printed
 CASES = (  # rows, queries of each, tokens of each, query heads of a KV head, dimensions, window
-    *((1, 1, context, 4, 128) for context in (1024, 16384, 131072)),
-    *((8, 1, 4096, 4, 128), (8, 1, 4096, 8, 64), (1, 512, 4096, 4, 128), (1, 2048, 16384, 4, 128)),
-    *((1, 2048, 16384, 2, 256), (1, 2048, 3072, 4, 128, 1024)),
+    *((1, 1, context, 4, 128, None) for context in (1024, 16384, 131072)),
+    *((8, 1, 4096, 4, 128, None), (8, 1, 4096, 8, 64, None), (1, 512, 4096, 4, 128, None)),
+    *((1, 2048, 16384, 4, 128, None), (1, 2048, 16384, 2, 256, None), (1, 2048, 3072, 4, 128, 1024)),
 )
 
 
@@ -139,8 +134,8 @@ def dense_seconds(gpu: GPU, shape: Shape, shares: bool | None = None) -> float:
     return took if parts == 1 else took + LAUNCH_SECONDS + gpu.moving(2 * simdgroups * (2 * shape.head_dim + 8))
 
 
-def chunk_seconds(gpu: GPU, shape: Shape, queries: int, window: int | None = None) -> tuple[float, float]:
-    """Of a layer for a chunk at the end of each context: by kvpool, and by MLX on dense K and V.
+def both_seconds(gpu: GPU, shape: Shape, queries: int = 1, window: int | None = None, spilled: int = 0) -> list[float]:
+    """Of a layer for the last queries of each context: by kvpool, and by MLX on dense K and V.
 
     With a window MLX has a mask, and computes what it hides.
     """
@@ -148,7 +143,7 @@ def chunk_seconds(gpu: GPU, shape: Shape, queries: int, window: int | None = Non
 
     dim, heads, gathers = shape.head_dim, shape.batch * shape.kv_heads * shape.group, False
     if queries <= 8 and queries * shape.group <= 32:
-        dense = dense_seconds(gpu, shape._replace(group=queries * shape.group), False)
+        dense = dense_seconds(gpu, shape._replace(group=queries * shape.group), None if queries == 1 else False)
     else:
         is_plain = window is None
         is_fused = dim in FUSED_DIMS or (gpu.nax and dim in TENSOR_DIMS and is_plain and queries >= TENSOR_CHUNK)
@@ -164,8 +159,8 @@ def chunk_seconds(gpu: GPU, shape: Shape, queries: int, window: int | None = Non
         if not is_fused:  # all scores are written, made weights, and read
             dense += gpu.moving(4 * heads * queries * shape.context * 2) + 2 * LAUNCH_SECONDS
     if gathers:
-        return dense + gpu.moving(2 * nbytes(shape)) + 2 * LAUNCH_SECONDS, dense
-    return paged_seconds(gpu, shape, queries, window), dense
+        return [dense + gpu.moving(2 * nbytes(shape)) + 2 * LAUNCH_SECONDS, dense]
+    return [paged_seconds(gpu, shape, queries, window, spilled), dense]
 
 
 def seconds(gpu: GPU, shape: Shape, simdgroups: int, per_token: float, chain: float, passes: float = 1) -> float:
@@ -189,21 +184,19 @@ def nbytes(shape: Shape) -> int:
 def table(spilled: int) -> Iterator[str]:
     """What is predicted for `CHIPS`."""
     yield "ms of a layer of 8 KV heads: kvpool, MLX on dense K and V, and how many times as fast kvpool is"
-    yield f"{'':40}" + "".join(f"{chip:>22}" for chip in CHIPS)
-    for batch, queries, context, group, dim, *window in CASES:
+    yield f"{'':44}" + "".join(f"{chip:>22}" for chip in CHIPS)
+    for batch, queries, context, group, dim, window in CASES:
         shape = Shape(batch, context, 8, group, dim)
         name = f"{batch} x {queries} of {tokens(context)}, group {group}, D {dim}"
-        line = f"{name + (f', window {window[0]}' if window else ''):40}"
+        line = f"{name + (f', window {window}' if window else ''):44}"
         for chip in CHIPS:
-            ours, dense = paged_seconds(GPUS[chip], shape, spilled=spilled), dense_seconds(GPUS[chip], shape)
-            if queries > 1:
-                ours, dense = chunk_seconds(GPUS[chip], shape, queries, *window)
+            ours, dense = both_seconds(GPUS[chip], shape, queries, window, spilled)
             line += f"{ours * 1e3:9.3f}{dense * 1e3:8.3f}{dense / ours:5.2f}"
         yield line
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print predicted times of attention on Macs.")
-    text = "bytes of a lane that the kernels of decode spill (tests/helpers/metal_registers.py says 0)"
+    text = "bytes of a lane that kvpool's kernels spill (tests/helpers/metal_registers.py says 0)"
     parser.add_argument("--spilled", metavar="BYTES", type=int, default=0, help=text)
     print(*table(parser.parse_args().spilled), sep="\n")
