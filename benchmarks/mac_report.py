@@ -108,8 +108,8 @@ def machine(device: str) -> Iterator[str]:
     yield f"macOS {platform.mac_ver()[0] or 'no'}, {platform.platform()}"
     from kvpool_backends.mlx.metal import has_tensor_operations
 
-    yield f"GPU cores: {gpu_cores() or 'unknown'}; known chip: {predict.gpu_of(device) or 'no'}"
-    yield f"tensor operations for MLX: {'yes' if has_tensor_operations() else 'no'}"
+    chip, tensors = predict.gpu_of(device) or "no", "yes" if has_tensor_operations() else "no"
+    yield f"GPU cores: {gpu_cores() or 'unknown'}; known chip: {chip}; tensor operations for MLX: {tensors}"
     for name, command in SYSTEM:
         yield f"{name}: {' | '.join(said(command).split(chr(10)))[:300] or 'unknown'}"
 
@@ -308,7 +308,7 @@ def decode() -> Iterator[str]:
                 continue
             shape = predict.Shape(case.batch, case.context, case.num_kv_heads, case.group, dim)
             guessed = predict.both_seconds(gpu, shape) if gpu else [0.0, 0.0]
-            ours, theirs, wanted, expected = (1e6 * t for t in (*metal.seconds(case, 3), *guessed))
+            ours, theirs, wanted, expected = (1e6 * t for t in (*metal.seconds(case), *guessed))
             yield f"D {dim:3} {case.name:38}{ours:9.0f}{wanted:10.0f}{theirs:8.0f}{expected:10.0f}"
 
 

@@ -80,8 +80,7 @@ class Shape(NamedTuple):
 
 def gpu_of(device: str, cores: int | None = None) -> GPU | None:
     """The chip that MLX names, with the cores that it has here. None for one that is not known."""
-    name = device.removeprefix("Apple").strip()
-    found = GPUS.get(name)
+    found = GPUS.get(device.removeprefix("Apple").strip())
     return found if found is None or cores is None else found._replace(cores=cores)
 
 
