@@ -106,7 +106,10 @@ def until(limit: str, runs: int = 1) -> Callable[[], bool]:
 def machine(device: str) -> Iterator[str]:
     """System, GPU and its cores, power."""
     yield f"macOS {platform.mac_ver()[0] or 'no'}, {platform.platform()}"
-    yield f"GPU cores: {gpu_cores() or 'unknown'}; known chip: {predict.gpu_of(device) or 'no'}"
+    from kvpool_backends.mlx.metal import has_tensor_operations
+
+    chip, tensors = predict.gpu_of(device) or "no", "yes" if has_tensor_operations() else "no"
+    yield f"GPU cores: {gpu_cores() or 'unknown'}; known chip: {chip}; tensor operations for MLX: {tensors}"
     for name, command in SYSTEM:
         yield f"{name}: {' | '.join(said(command).split(chr(10)))[:300] or 'unknown'}"
 
@@ -170,10 +173,11 @@ def bits() -> Iterator[str]:
 
 
 def variants() -> Iterator[str]:
-    """Compile every kernel of common shapes: seconds, and threads of the kernel with the most registers, or why not."""
+    """Compile every kernel of common shapes: seconds and what pipelines allow, or why not."""
     from kvpool_backends.mlx.metal import MetalBackend
 
     over, most = until("variants"), 4000
+    yield "limits of a pipeline: threads of a threadgroup / lanes of a simdgroup / bytes of threadgroup memory"
     for dim, group, dtype, bits in VARIANTS:
         name = f"D {dim:3} group {group:2} {dtype:8} {f'{bits} bits' if bits else 'dense'}"
         if over():
@@ -184,7 +188,7 @@ def variants() -> Iterator[str]:
             spec = KVSpec(1, 2, dim, dtype, 16, k_bits=bits, v_bits=bits)
             kernels: set[str] = set()
             MetalBackend(spec, 2, metal_kernel=naming(kernels)).warmup([BatchShape(1, 64, 64, 2 * group)])
-            yield f"{name}: {time.perf_counter() - begin:5.1f} s, {len(kernels)} kernels, {threads(kernels)}"
+            yield f"{name}: {time.perf_counter() - begin:5.1f} s, {len(kernels)} kernels, {limits(kernels)}"
         except Exception as error:  # a compiler's message: the first one whole
             yield f"{name}: FAILED: {type(error).__name__}: {str(error)[:most]}"
             most = 100
@@ -217,15 +221,15 @@ def naming(kernels: set[str]) -> Callable[..., Any]:
     return make
 
 
-def threads(kernels: set[str]) -> str:
-    """The largest threadgroups that kernels can run with: 1024 where registers do not limit them."""
+def limits(kernels: set[str]) -> str:
+    """What the pipelines of kernels allow: 1024 threads where registers do not limit them."""
     from kvpool_backends.mlx.native import load
 
     module = load()
     if module is None:
-        return "threads unknown without the extension"
-    found = [(module.max_threads(name), name.removeprefix("custom_kernel_kvpool_")) for name in sorted(kernels)]
-    return ", ".join(f"{count} threads {name[:16]}" for count, name in sorted(found)) or "no names"
+        return "limits unknown without the extension"
+    found = sorted((*module.metal_limits(name), name.removeprefix("custom_kernel_kvpool_")) for name in kernels)
+    return ", ".join(f"{name[:16]} {'/'.join(map(str, allowed))}" for *allowed, name in found) or "no names"
 
 
 def launches() -> Iterator[str]:
@@ -303,18 +307,19 @@ def decode() -> Iterator[str]:
                 yield f"D {dim} {case.name}: not measured, the time is over"
                 continue
             shape = predict.Shape(case.batch, case.context, case.num_kv_heads, case.group, dim)
-            guessed = [predict.paged_seconds(gpu, shape), predict.dense_seconds(gpu, shape)] if gpu else [0.0, 0.0]
-            ours, theirs, wanted, expected = (1e6 * t for t in (*metal.seconds(case, 3), *guessed))
+            guessed = predict.both_seconds(gpu, shape) if gpu else [0.0, 0.0]
+            ours, theirs, wanted, expected = (1e6 * t for t in (*metal.seconds(case), *guessed))
             yield f"D {dim:3} {case.name:38}{ours:9.0f}{wanted:10.0f}{theirs:8.0f}{expected:10.0f}"
 
 
 def prefill() -> Iterator[str]:
-    """Chunks at the end of a context, with and without a window, beside MLX's own attention on dense K and V."""
+    """Chunks at the end of a context, with and without a window, beside MLX's own attention, and what is predicted."""
     from benchmarks import beside_dense
-    from kvpool_backends.mlx.metal import MetalBackend
+    from kvpool_backends.mlx.metal import MetalBackend, has_tensor_operations
 
-    over, context = until("prefill"), PREFILL_CONTEXT
-    yield f"{'':34}{'kvpool':>9}{'dense':>9}"
+    gpu, over, context = predict.gpu_of(metal.metal_device(), gpu_cores()), until("prefill"), PREFILL_CONTEXT
+    gpu = gpu and gpu._replace(nax=has_tensor_operations())
+    yield f"{'':44}{'kvpool':>9}{'predicted':>10}{'dense':>9}{'predicted':>10}"
     for dim, group, dtype in PREFILL:
         backend = MetalBackend(KVSpec(LAYERS, 8, dim, dtype, 16), context // 16)
         for chunk, window in product(CHUNKS, (None, context // 4)):
@@ -322,8 +327,11 @@ def prefill() -> Iterator[str]:
             if over():
                 yield f"{name}: not measured, the time is over"
                 continue
-            ours, dense = (1e3 * t / LAYERS for t in beside_dense.seconds(backend, 1, context, chunk, group, window))
-            yield f"{name:34}{ours:9.2f}{dense:9.2f}"
+            shape = predict.Shape(1, context, 8, group, dim)
+            guessed = predict.both_seconds(gpu, shape, chunk, window) if gpu else [0.0, 0.0]
+            found = (t / LAYERS for t in beside_dense.seconds(backend, 1, context, chunk, group, window))
+            ours, dense, wanted, expected = (1e3 * t for t in (*found, *guessed))
+            yield f"{name:44}{ours:9.2f}{wanted:10.2f}{dense:9.2f}{expected:10.2f}"
 
 
 def model() -> Iterator[str]:

@@ -44,11 +44,11 @@ from kvpool_backends.mlx.plain import PlainBackend, exported_scores, mass_of_sco
 LONG_CHUNK = 32  # queries of a row above which MLX's own attention is taken; only a Mac can tell what is right
 BLOCK_SIZES = tuple(range(8, 257, 8))
 HEAD_DIMS = tuple(range(4, HEAD_DIM_MAX + 1, 4))
-# Head dimensions of keys and values for which MLX's own attention makes no array of all scores, and those for which it
-# does not either if the GPU has tensor operations and a chunk as many queries as that; from
-# ScaledDotProductAttention::use_fallback of MLX 0.32.
-FUSED_DIMS = (64, 72, 80, 96, 128)
-TENSOR_DIMS, TENSOR_CHUNK = (192, 256), 1024
+# Head dimensions of keys and values for which MLX's own attention makes no array of all scores, and that for which it
+# does not either if the GPU has tensor operations and a chunk as many queries as that. Since which release: from
+# ScaledDotProductAttention::use_fallback of MLX.
+FUSED_DIMS = {64: (0, 31), 80: (0, 31), 128: (0, 31), 72: (0, 32, 1), 96: (0, 32, 1)}
+TENSOR_DIMS, TENSOR_CHUNK = {256: (0, 32, 2)}, 1024
 # Below this many elements MLX binds an input in another address space, which is another kernel: inputs are padded.
 CONSTANT_SIZE_MAX = 8
 
@@ -370,9 +370,10 @@ def long_chunk(spec: KVSpec) -> int | None:
     """Return above how many queries of a row MLX's own attention is taken. None: never, as it would make all scores."""
     if spec.latent or spec.head_dim != spec.value_head_dim:
         return None
-    if spec.head_dim in FUSED_DIMS:
-        return LONG_CHUNK
-    return TENSOR_CHUNK - 1 if spec.head_dim in TENSOR_DIMS and has_tensor_operations() else None
+    release, dim = tuple(map(int, mx.__version__.split(".")[:3])), spec.head_dim  # type: ignore[attr-defined]
+    if dim in FUSED_DIMS:
+        return LONG_CHUNK if release >= FUSED_DIMS[dim] else None
+    return TENSOR_CHUNK - 1 if release >= TENSOR_DIMS.get(dim, (99,)) and has_tensor_operations() else None
 
 
 def has_tensor_operations() -> bool:

@@ -8,8 +8,8 @@ import zlib
 import mlx.core as mx
 import pytest
 
+from benchmarks import beside_dense, metal, predict
 from benchmarks import mac_report as report
-from benchmarks import metal, predict
 from kvpool.cli import doctor
 
 
@@ -19,6 +19,7 @@ def fake(monkeypatch, engine):
     monkeypatch.setattr(metal, "metal_device", lambda: "Apple M4 Max")
     monkeypatch.setattr(doctor, "metal_facts", lambda: {"available": True, "device": "Apple M4 Max", "kernels": None})
     monkeypatch.setattr(mx.fast, "metal_kernel", engine.factory(0))
+    monkeypatch.setattr(beside_dense, "RUNS", 3)
     monkeypatch.setattr(metal, "LAYERS_MAX", 1)
     monkeypatch.setattr(metal, "LAYERS_MIN", 1)
     monkeypatch.setattr(report, "LAUNCHES", 6)
@@ -46,9 +47,9 @@ def test_the_report_has_a_part_for_everything_and_names_what_fails(fake):
     text = "".join(report.markdown())
     assert text.startswith("# kvpool on Apple M4 Max\n")
     parts = parts_of(text)
-    assert "GPU(cores=40, bandwidth=546, clock=1.58, cache=48)" in "".join(parts["Machine"])
+    assert "GPU(cores=40, bandwidth=546, clock=1.58, cache=48, nax=False)" in "".join(parts["Machine"])
     compiled = parts["Kernels compile"]
-    assert [("FAILED: ValueError" in line, " kernels, threads unknown" in line) for line in compiled if line] == [
+    assert [("FAILED: ValueError" in line, " kernels, limits unknown" in line) for line in compiled[2:] if line] == [
         (False, True),
         (True, False),
         (False, True),
@@ -104,6 +105,15 @@ def test_a_machine_without_metal_says_so_in_every_part():
     assert all("not run: there is no Metal device here" in lines for lines in parts.values())
 
 
+def test_limits_of_pipelines_are_those_of_each_kernel(monkeypatch):
+    class Extension:
+        metal_limits = staticmethod(lambda name: (1024 - len(name), 32, 8))
+
+    monkeypatch.setattr("kvpool_backends.mlx.native.load", Extension)
+    names = {"custom_kernel_kvpool_paged_reduce_0a", "custom_kernel_kvpool_paged_attention_0b"}
+    assert report.limits(names) == "paged_attention_ 985/32/8, paged_reduce_0a 988/32/8"
+
+
 PUBLISHED = (  # GPU, KV heads, query heads of each, head_dim, GB/s of MLX by tokens, whether heads share reads
     ("M5 Pro", 32, 1, 128, {8192: 282, 32_768: 281}, False),
     ("M5 Pro", 8, 4, 128, {8192: 263, 32_768: 264}, False),
@@ -125,3 +135,29 @@ def test_predictions_agree_with_what_others_published():
             ratios.append(predict.nbytes(shape) / predict.dense_seconds(predict.GPUS[name], shape, shares) / 1e9 / rate)
     assert all(0.8 < ratio < 1.25 for ratio in ratios), ratios
     assert abs(sum(ratios) / len(ratios) - 1) < 0.05
+
+
+PUBLISHED_CHUNKS = (  # KV heads, group, head_dim, queries, context, us of MLX on an M5 Max: PR 3838 and 4476 of MLX
+    (8, 4, 128, 12, 16_384, 1998),
+    (8, 4, 128, 16, 32_768, 3832),
+    (2, 8, 256, 512, 1536, 488),  # not fused
+    (2, 8, 256, 1023, 1536, 1054),
+)
+
+
+def test_predicted_chunks_agree_with_what_others_published_and_only_mlx_has_tensor_operations():
+    gpu = predict.GPUS["M5 Max"]
+    for kv_heads, group, dim, queries, context, us in PUBLISHED_CHUNKS:
+        _, dense = predict.both_seconds(gpu, predict.Shape(1, context, kv_heads, group, dim), queries)
+        assert 0.7 < dense * 1e6 / us < 1.1
+    for dim, mlx_gains, we_gain in ((128, True, True), (256, True, False), (80, False, False)):
+        shape = predict.Shape(1, 16_384, 8, 4, dim)
+        (ours, dense), (without, slower) = (predict.both_seconds(gpu._replace(nax=x), shape, 512) for x in (1, 0))
+        assert (slower > 1.5 * dense, without > 1.5 * ours) == (mlx_gains, we_gain)
+
+
+def test_spills_slow_what_instructions_bound():
+    gpu, shape = predict.GPUS["M4 Max"], predict.Shape(1, 16_384, 8, 1, 64)
+    spilling = [predict.both_seconds(gpu, shape, spilled=nbytes)[0] for nbytes in (0, 380, 1000)]
+    assert sorted(set(spilling)) == spilling
+    assert len(set(predict.table(0)) - set(predict.table(2000))) == 7  # all but two chunks, which MLX computes

@@ -164,20 +164,22 @@ def test_padding_tokens_beside_long_chunks_are_zero(make):
 
 
 MIB = 2**20
-#: Head dimensions for which MLX 0.32 makes no array of all scores.
-FUSED_BY_MLX = (64, 72, 80, 96, 128)
+DIMS = (*((dim, dim) for dim in (64, 72, 80, 96, 112, 128, 192, 256, 512)), (192, 128), (64, 128))
+#: Head dimensions for which MLX makes no array of all scores: by release and GPU, the last with tensor operations.
+FUSED_DIMS = (64, 72, 80, 96, 128)
+FUSED_BY_MLX = {("0.31.2", "g17s"): (64, 80, 128), ("0.32.1", "g17s"): FUSED_DIMS, ("0.32.4", "g16s"): FUSED_DIMS}
+FUSED_BY_MLX |= {("0.32.4.dev1+a", "g17s"): (*FUSED_DIMS, 256)}
 
 
-@pytest.mark.parametrize("gpu", [None, "applegpu_g16s", "applegpu_g17s"])
-@pytest.mark.parametrize(
-    ("dim", "v_dim"), [(64, 64), (80, 80), (112, 112), (128, 128), (256, 256), (192, 128), (64, 128), (512, 512)]
-)
-def test_no_array_of_a_long_chunk_is_larger_than_256_mib(monkeypatch, dim, v_dim, gpu):
+@pytest.mark.parametrize(("release", "gpu"), FUSED_BY_MLX)
+@pytest.mark.parametrize(("dim", "v_dim"), DIMS)
+def test_no_array_of_a_long_chunk_is_larger_than_256_mib(monkeypatch, dim, v_dim, release, gpu):
     """A chunk of 2,048 queries of 16 heads behind 128k tokens: what is launched, and the scores that MLX would make."""
-    sizes, has_tensors = [], gpu == "applegpu_g17s"
-    monkeypatch.setattr(metal_route, "has_metal", lambda: gpu is not None)
+    sizes, gathered, is_fused = [], [], dim == v_dim and dim in FUSED_BY_MLX[release, gpu]
+    monkeypatch.setattr(mx, "__version__", release)
+    monkeypatch.setattr(metal_route, "has_metal", lambda: True)
     monkeypatch.setattr(metal_route.platform, "mac_ver", lambda: ("26.3", (), ""))
-    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": gpu})
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": f"applegpu_{gpu}"})
 
     def factory(**_):
         def launch(*, output_shapes, output_dtypes, **_):
@@ -187,7 +189,8 @@ def test_no_array_of_a_long_chunk_is_larger_than_256_mib(monkeypatch, dim, v_dim
         return launch
 
     def attention(q, k, v, **_):
-        if k.shape[3] != v.shape[3] or k.shape[3] not in (*FUSED_BY_MLX, *((192, 256) if has_tensors else ())):
+        gathered.append(k)
+        if not is_fused:
             sizes.append(q.shape[1] * q.shape[2] * k.shape[2] * q.dtype.size)
         return mx.zeros((*q.shape[:3], v.shape[3]), q.dtype)
 
@@ -197,6 +200,7 @@ def test_no_array_of_a_long_chunk_is_larger_than_256_mib(monkeypatch, dim, v_dim
     plan = StepArrays(np.zeros((1, context // 16), np.int32), np.array([context]), np.array([0, 2048]))
     backend.attend(backend.prepare(plan), 0, mx.zeros((2048, 16, dim), mx.float16))
     assert max(sizes) <= 256 * MIB
+    assert len(gathered) == is_fused
 
 
 # ---------------------------------------------------------------------------------- steps, and their order

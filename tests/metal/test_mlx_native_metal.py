@@ -218,14 +218,14 @@ def test_reads_by_other_kernels_are_sealed(on_metal):
     assert seen == [pool.module.address(result)]
 
 
-def test_threads_are_those_of_the_kernel_that_mlx_has_compiled(recorder, built):
+def test_limits_are_those_of_the_kernel_that_mlx_has_compiled(recorder, built):
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"\[max_threads\] MLX has not compiled a kernel custom_kernel_x"):
-            recorder.max_threads("custom_kernel_x")
+        with pytest.raises(RuntimeError, match=r"\[metal_limits\] MLX has not compiled a kernel custom_kernel_x"):
+            recorder.metal_limits("custom_kernel_x")
     recorder.compiled("custom_kernel_x")
-    assert recorder.max_threads("custom_kernel_x") == 768
+    assert recorder.metal_limits("custom_kernel_x") == (768, 32, len("custom_kernel_x"))
     with looking_in(built), pytest.raises(RuntimeError, match="was built without Metal"):
-        load().max_threads("custom_kernel_x")
+        load().metal_limits("custom_kernel_x")
 
 
 # ------------------------------------------------------------------------------------------- attention

@@ -113,9 +113,10 @@ PyObject* compiled(PyObject*, PyObject* name) {
   Py_RETURN_NONE;
 }
 
-PyObject* max_threads(PyObject*, PyObject* name) {
+PyObject* limits(PyObject*, PyObject* name) {
   try {
-    return PyLong_FromLongLong(metal_max_threads(PyUnicode_AsUTF8(name)));
+    const auto [threads, lanes, nbytes] = metal_limits(PyUnicode_AsUTF8(name));
+    return Py_BuildValue("iii", int(threads), int(lanes), int(nbytes));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -124,7 +125,7 @@ PyObject* max_threads(PyObject*, PyObject* name) {
 
 PyMethodDef methods[] = {{"record", record, METH_VARARGS, nullptr},
                          {"compiled", compiled, METH_O, nullptr},
-                         {"max_threads", max_threads, METH_O, nullptr},
+                         {"metal_limits", limits, METH_O, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_recorder", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 

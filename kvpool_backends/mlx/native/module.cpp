@@ -498,11 +498,13 @@ PyObject* share(PyObject*, PyObject* args) {
   });
 }
 
-// max_threads(function): see `metal_max_threads`.
-PyObject* max_threads(PyObject*, PyObject* function) {
+// metal_limits(function): see the function of this name.
+PyObject* limits(PyObject*, PyObject* function) {
   return guarded([&]() -> PyObject* {
     const char* name = PyUnicode_AsUTF8(function);
-    return name == nullptr ? nullptr : PyLong_FromLongLong(metal_max_threads(name));
+    if (name == nullptr) return nullptr;
+    const auto [threads, lanes, nbytes] = metal_limits(name);
+    return Py_BuildValue("LLL", (long long)threads, (long long)lanes, (long long)nbytes);
   });
 }
 
@@ -522,7 +524,7 @@ PyMethodDef methods[] = {
     {"shape", shape, METH_O, nullptr},
     {"address", address, METH_O, nullptr},
     {"share", share, METH_VARARGS, nullptr},
-    {"max_threads", max_threads, METH_O, nullptr},
+    {"metal_limits", limits, METH_O, nullptr},
     {"mlx_version", mlx_version, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

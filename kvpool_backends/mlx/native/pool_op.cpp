@@ -141,8 +141,8 @@ void PoolOp::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
 }
 
 #ifndef KVPOOL_METAL
-int64_t metal_max_threads(const std::string&) {
-  throw std::runtime_error("[max_threads] the native extension was built without Metal");
+std::array<int64_t, 3> metal_limits(const std::string&) {
+  throw std::runtime_error("[metal_limits] the native extension was built without Metal");
 }
 
 void PoolOp::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {

@@ -117,9 +117,9 @@ struct Copies {
 
 kv_dtype dtype_of(const mx::array& x); // throws std::invalid_argument
 
-// The largest threadgroup that the GPU can run a kernel with, which MLX has compiled under this name: with more
-// registers per thread it is smaller.
-int64_t metal_max_threads(const std::string& function);
+// Of a kernel that MLX has compiled under this name: the largest threadgroup that the GPU can run it with (with more
+// registers per thread it is smaller), lanes of a simdgroup, bytes of threadgroup memory.
+std::array<int64_t, 3> metal_limits(const std::string& function);
 
 class PoolOp : public mx::Primitive {
  public:

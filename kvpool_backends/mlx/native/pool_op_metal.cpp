@@ -53,12 +53,14 @@ void dispatch(mx::metal::CommandEncoder& encoder, size_t x, size_t y, size_t z) 
 
 } // namespace
 
-int64_t metal_max_threads(const std::string& function) {
+std::array<int64_t, 3> metal_limits(const std::string& function) {
   auto& device = mx::metal::device(mx::Device::gpu);
   auto* library = device.get_library(function, [&function]() -> std::string {
-    throw std::invalid_argument("[max_threads] MLX has not compiled a kernel " + function);
+    throw std::invalid_argument("[metal_limits] MLX has not compiled a kernel " + function);
   });
-  return int64_t(device.get_kernel(function, library)->maxTotalThreadsPerThreadgroup());
+  const auto* pipeline = device.get_kernel(function, library);
+  return {int64_t(pipeline->maxTotalThreadsPerThreadgroup()), int64_t(pipeline->threadExecutionWidth()),
+          int64_t(pipeline->staticThreadgroupMemoryLength())};
 }
 
 void PoolOp::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {

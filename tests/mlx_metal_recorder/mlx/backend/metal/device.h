@@ -22,6 +22,8 @@ struct Library {
 struct ComputePipelineState {
   std::string function, text;
   size_t maxTotalThreadsPerThreadgroup() const { return text.size(); }
+  size_t threadExecutionWidth() const { return 32; }
+  size_t staticThreadgroupMemoryLength() const { return function.size(); }
 };
 
 } // namespace MTL
