@@ -1,7 +1,6 @@
 """transformers' continuous batching on a kvpool pool: tokens equal `generate`, nothing leaks, and steps cost less."""
 
 import contextlib
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from embedding_page import examples
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -312,9 +312,6 @@ def test_indices_of_64_requests_of_4k_are_20_times_faster_than_stock():
 
 
 def test_example_of_the_page_runs(capsys):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-    from embedding_page import examples
-
     (code,) = examples("torch")
     exec(code, {})
     assert "req_1" in capsys.readouterr().out
