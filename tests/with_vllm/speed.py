@@ -1,9 +1,9 @@
 """What kvpool costs inside vLLM: `python speed.py`.
 
-Ratios of CPU time: calls of the pool on vLLM's block objects, vLLM's own blocks / kvpool's; then the scheduler's own
-work (`schedule` and `update_from_output`) of an engine that decodes, kvpool's blocks / vLLM's own, and the part of it
-that kvpool's have. Then the connector: saves and loads beside `cat` of the same files, by the clock, and steps while
-saves are written in the background. The sides take turns in one process; the median of 15 rounds counts.
+Ratios of CPU time: calls on vLLM's block objects, its own pool / kvpool's; then the scheduler's work (`schedule` and
+`update_from_output`) in decode steps, kvpool's / its own, and the share of kvpool's blocks. Then the connector: saves
+and loads beside `cat` of the same files, by the clock, and steps while saves are written in the background. The sides
+take turns in one process; the median of 15 rounds counts.
 """
 
 import cProfile

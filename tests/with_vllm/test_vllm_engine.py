@@ -73,9 +73,8 @@ def test_metrics_tell_the_evictions_that_stock_tells(caching):
 
 def test_release_whose_pool_does_something_else_is_refused_and_keeps_its_own(monkeypatch):
     free = BlockPool.free_blocks
-    others = {"free_blocks": lambda pool, blocks: free(pool, [*blocks][::-1]), "unpin_blocks": None}
     monkeypatch.setenv("VLLM_PLUGINS", "other,kvpool")
-    for name, other in others.items():
+    for name, other in (("free_blocks", lambda pool, blocks: free(pool, [*blocks][::-1])), ("unpin_blocks", None)):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="this plugin does not know"):
             patch.setattr(BlockPool, name, other)
             register()
