@@ -89,11 +89,15 @@ def dense_logits(params, tokens, length):
     return (norm(x) @ params["embed"].T)[length - 1]
 
 
+def padded(tokens, size):
+    array = np.zeros(size, np.int32)
+    array[: len(tokens)] = tokens
+    return array
+
+
 def solo(params, prompt, max_tokens, choose=lambda logits, n: int(jnp.argmax(logits))):
     """Tokens that follow a prompt; ``choose(logits, n)`` picks the n-th."""
-    known, room = list(prompt), 128
+    known = list(prompt)
     for n in range(max_tokens):
-        padded = np.zeros(room, np.int32)
-        padded[: len(known)] = known
-        known.append(choose(dense_logits(params, padded, len(known)), n))
+        known.append(choose(dense_logits(params, padded(known, 128), len(known)), n))
     return known[len(prompt) :]

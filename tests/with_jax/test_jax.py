@@ -1,14 +1,15 @@
 """JAX on a kvpool pool: tokens equal a model without cache, in every padding, with clones, frees and static shapes."""
 
-import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from embedding_page import examples
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
-from jax_llama import SCALE, VOCAB, empty_kv, forward, make_params, solo, step
+from jax_llama import SCALE, VOCAB, empty_kv, forward, make_params, padded, solo, step
 
 from kvpool.adapters.jax import PADDINGS, PageTable, attend
 from kvpool.errors import CapacityExceeded, OutOfBlocks, PlanStateError, StaleHandle
@@ -42,12 +43,6 @@ def ref_attention(q, pages, info, scale):
         q, clean, info.seq_lens, info.page_indices, info.cu_q_lens, info.num_seqs, sm_scale=scale
     )
     return jnp.zeros_like(q).at[: len(out)].set(out)
-
-
-def padded(tokens, size):
-    array = np.zeros(size, np.int32)
-    array[: len(tokens)] = tokens
-    return array
 
 
 def serve(table, kv, params, prompts, run):
@@ -91,14 +86,11 @@ def test_llama_on_pages_equals_the_model_without_cache(params, prompts, expected
 def test_clones_share_pages_and_equal_samples_of_their_own(params, prompts):
     prompt, n = prompts[5], 3
 
-    def choose(index):
-        def pick(logits, position):
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), index), position)
-            return int(jax.random.categorical(key, logits))
+    def pick(index, logits, position):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), index), position)
+        return int(jax.random.categorical(key, logits))
 
-        return pick
-
-    wanted = [solo(params, prompt, NEW, choose(index)) for index in range(n)]
+    wanted = [solo(params, prompt, NEW, partial(pick, index)) for index in range(n)]
     assert len(set(map(tuple, wanted))) == n
     table, kv = PageTable(40, PAGE, MAX_SEQS, WIDTH, PREFILL), empty_kv(40, PAGE)
     parent = table.open(len(prompt))
@@ -107,13 +99,13 @@ def test_clones_share_pages_and_equal_samples_of_their_own(params, prompts):
     table.done()
     seqs = [parent, *table.clone(parent, n - 1).tolist()]
     assert table.pool.stats().used == -(-len(prompt) // PAGE)
-    tokens = [[choose(index)(logits[len(prompt) - 1], 0)] for index in range(n)]
+    tokens = [[pick(index, logits[len(prompt) - 1], 0)] for index in range(n)]
     for position in range(1, NEW):
         info = table.allocate(seqs, max_tokens=MAX_SEQS)
         logits, kv = step(params, kv, padded([row[-1] for row in tokens], MAX_SEQS), info)
         table.done()
         for index in range(n):
-            tokens[index].append(choose(index)(logits[index], position))
+            tokens[index].append(pick(index, logits[index], position))
     assert tokens == wanted
     assert table.pool.stats().cow_copies == n - 1  # the last page, once for each but one
 
@@ -192,9 +184,6 @@ def test_bad_calls_are_refused_and_change_nothing():
 
 
 def test_example_of_the_page_runs(capsys):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-    from embedding_page import examples
-
     (code,) = examples("jax")
     exec(code, {})
     assert capsys.readouterr().out == "(32, 4, 8) 2\n"

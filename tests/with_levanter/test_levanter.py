@@ -26,11 +26,6 @@ VOCAB, PAGE, LEN, ROWS, PAGES = 128, 8, 48, 8, 64
 NUM_PROMPTS, SHORT = 64, 5
 
 
-class NoTokenizer:
-    def decode(self, tokens, **_):
-        return ""
-
-
 def make_model(seed):
     """Random weights, large enough that greedy output wanders over many tokens."""
     sizes = {"hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
@@ -112,7 +107,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def stock(model):
-    return InferenceEngine.from_model_with_config(model, NoTokenizer(), config())
+    return InferenceEngine.from_model_with_config(model, Letters(), config())
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +120,7 @@ def expected(stock):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return Engine.from_model_with_config(model, NoTokenizer(), small())
+    return Engine.from_model_with_config(model, Letters(), small())
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +163,7 @@ def test_more_samples_than_rows_are_served(engine, stock):
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_three_calls_without_a_reset_have_the_same_tokens(model, engine, expected, prefix_cache):
     if not prefix_cache:
-        engine = Engine(model, NoTokenizer(), small(), prefix_cache=False)
+        engine = Engine(model, Letters(), small(), prefix_cache=False)
     for call in range(3):
         check(engine.generate(requests()), expected)
         if not prefix_cache:  # pages hold what was written last, and nobody reads it
@@ -181,8 +176,8 @@ def test_half_the_pages_serve_all_where_levanters_engine_raises(model, stock, ex
     lengths = [len(one.prompt_tokens) + len(tokens) for one, tokens in zip(batch, expected[0], strict=False)]
     need = sum(-(-(length - 1) // PAGE) for length in lengths)  # the last token is not written
     with pytest.raises(Exception, match="Out of free pages"):
-        InferenceEngine.from_model_with_config(model, NoTokenizer(), config(max_pages=need // 2)).generate(batch)
-    engine = Engine(model, NoTokenizer(), small(max_pages=need // 2))
+        InferenceEngine.from_model_with_config(model, Letters(), config(max_pages=need // 2)).generate(batch)
+    engine = Engine(model, Letters(), small(max_pages=need // 2))
     check(engine.generate(requests()), expected)
     grow = [request(k, [k, k + 1], new=40, temperature=0.5) for k in range(ROWS)]  # all begin, not all can go on
     check(engine.generate(grow), in_batches(stock, grow))
@@ -190,13 +185,13 @@ def test_half_the_pages_serve_all_where_levanters_engine_raises(model, stock, ex
 
 
 def test_prompts_longer_than_a_step_are_computed_in_chunks(model, expected):
-    engine = Engine(model, NoTokenizer(), small(max_prefill_size=20))
+    engine = Engine(model, Letters(), small(max_prefill_size=20))
     check(engine.generate(requests()), expected)
     assert engine._decode._cache_size() == 3 and engine._choose._cache_size() == 1  # 8, 16 and 20 tokens are compiled
 
 
 def test_requests_are_admitted_in_the_step_after_one_that_ended(model, expected):
-    engine, wanted = Engine(model, NoTokenizer(), config()), requests()
+    engine, wanted = Engine(model, Letters(), config()), requests()
     for one in wanted[: ROWS + 3]:
         engine.add(one)
     outputs = {}
@@ -211,7 +206,7 @@ def test_requests_are_admitted_in_the_step_after_one_that_ended(model, expected)
 
 
 def test_a_request_that_can_never_run_is_refused_before_any_runs(model, engine, expected):
-    good, tiny = requests()[:3], Engine(model, NoTokenizer(), small(max_pages=3))
+    good, tiny = requests()[:3], Engine(model, Letters(), small(max_pages=3))
     for owner, bad, error in (
         (engine, request(9, [1] * (LEN + 1)), "49 prompt tokens and 1 more, the model takes 48"),
         (engine, request(9, []), "the prompt is empty"),
@@ -233,16 +228,16 @@ def test_a_prompt_as_long_as_the_cache_has_one_more_token(engine):
 
 
 def test_sizes_and_releases_are_judged_when_the_engine_is_made(model, monkeypatch, caplog):
-    assert Engine(model, NoTokenizer(), small(max_pages=None)).pool.stats().num_blocks == ROWS * LEN // PAGE
+    assert Engine(model, Letters(), small(max_pages=None)).pool.stats().num_blocks == ROWS * LEN // PAGE
     with pytest.raises(ValueError, match="num_blocks"):
-        Engine(model, NoTokenizer(), small(max_pages=0))
+        Engine(model, Letters(), small(max_pages=0))
     monkeypatch.setattr("kvpool.adapters.levanter.RELEASE", "0.3.0")
-    Engine(model, NoTokenizer(), small())
+    Engine(model, Letters(), small())
     assert "marin-levanter 0.3.0 is installed, tested with >= 0.2.20" in caplog.text
 
 
 def test_an_engine_whose_model_raised_can_be_used_again(model, expected, monkeypatch):
-    engine = Engine(model, NoTokenizer(), small())
+    engine = Engine(model, Letters(), small())
     for name, call in (("_decode", engine._decode), ("_choose", engine._choose)):
 
         def fail(*arguments, name=name, call=call):
@@ -264,7 +259,7 @@ def test_an_engine_whose_model_raised_can_be_used_again(model, expected, monkeyp
 
 
 def test_another_model_reads_no_page_of_the_one_before(model, expected):
-    engine, other = Engine(model, NoTokenizer(), small()), make_model(1)
+    engine, other = Engine(model, Letters(), small()), make_model(1)
     wanted = requests()[:ROWS]
     check(engine.generate(wanted), [part[:ROWS] for part in expected])
     shapes = engine._decode._cache_size()

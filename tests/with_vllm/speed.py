@@ -1,12 +1,14 @@
 """What kvpool costs inside vLLM: `python speed.py`.
 
-Ratios of CPU time, vLLM's own blocks / kvpool's: calls of the pool on vLLM's block objects, then the scheduler's own
-work (`schedule` and `update_from_output`) of an engine that decodes. Then the connector: saves and loads beside `cat`
-of the same files, by the clock, and steps while saves are written in the background. The sides take turns in one
-process; the median of 15 rounds counts.
+Ratios of CPU time: calls on vLLM's block objects, its own pool / kvpool's; then the scheduler's work (`schedule` and
+`update_from_output`) in decode steps, kvpool's / its own, and the share of kvpool's blocks. Then the connector: saves
+and loads beside `cat` of the same files, by the clock, and steps while saves are written in the background. The sides
+take turns in one process; the median of 15 rounds counts.
 """
 
+import cProfile
 import os
+import pstats
 import shutil
 import statistics
 import subprocess
@@ -28,10 +30,10 @@ LAYOUT = Layout((BlockLayout(32, 1 << 20, "16 layers"),), "none")  # of a model 
 NAMES = LAYOUT.blocks(np.random.default_rng(1).integers(0, 50_000, 192 * 32))[0]
 
 
-def ratio(sides):
+def ratio(sides, turns=1):
     """Median over the rounds of the first side's time / that of the second. The sides are functions that time."""
-    found = [[side() for side in sides] for _ in range(ROUNDS)]
-    return statistics.median(stock / ours for stock, ours in found)
+    found = [np.sum([[side() for side in sides] for _ in range(turns)], axis=0) for _ in range(ROUNDS)]
+    return statistics.median(one / other for one, other in found)
 
 
 def spent_in(which, pool, n):
@@ -64,10 +66,12 @@ def calls():
     return told | {"touch 256 held": ratio([partial(touch, pool, pool.get_new_blocks(256)) for pool in pools])}
 
 
-def decoding(folder, kind, rows):
-    """An engine that decodes so many rows, and a function that runs 10 steps and returns the scheduler's CPU time."""
+def decoding(kind, rows):
+    """An engine that decodes so many rows, and a function that runs a step and returns the scheduler's CPU time."""
     kv_cache_coordinator.BlockPool = kind
-    one = engine.engine("full", folder, num_gpu_blocks_override=9000, max_num_batched_tokens=4096, max_num_seqs=256)
+    sizes = {"num_gpu_blocks_override": 9000, "max_num_batched_tokens": 4096, "max_num_seqs": 256}
+    with tempfile.TemporaryDirectory() as folder:
+        one = engine.engine("full", folder, **sizes)
     kv_cache_coordinator.BlockPool = BlockPool
     params = engine.SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
     for row in range(rows):
@@ -76,23 +80,31 @@ def decoding(folder, kind, rows):
 
     def timed(stock, *given, **options):
         begin = time.thread_time()
-        try:
-            return stock(*given, **options)
-        finally:
-            spent[0] += time.thread_time() - begin
+        answer = stock(*given, **options)
+        spent[0] += time.thread_time() - begin
+        return answer
 
     for name in ("schedule", "update_from_output"):
         setattr(scheduler, name, partial(timed, getattr(scheduler, name)))
     for _ in range(5):
         one.step()
 
-    def steps():
+    def step():
         spent[0] = 0.0
-        for _ in range(10):
-            one.step()
+        one.step()
         return spent[0]
 
-    return steps
+    return step
+
+
+def share(step):
+    """The part that kvpool's blocks have in the scheduler's work, as cProfile sees it."""
+    profile = cProfile.Profile()
+    profile.runcall(lambda: [step() for _ in range(40)])
+    found = pstats.Stats(profile).stats.items()
+    whole = sum(spent for (_, _, name), (_, _, _, spent, _) in found if name in {"schedule", "update_from_output"})
+    blocks = sum(spent for (file, _, _), (_, _, spent, _, _) in found if file.endswith(("/blocks.py", "block_pool.py")))
+    return blocks / whole
 
 
 def seconds(call):
@@ -170,11 +182,10 @@ def main():
     for name, found in calls().items():
         print(f"{name:20} {found:6.2f}", flush=True)
     kept = []  # vLLM's process groups end with the first engine that does
-    for rows in (1, 256):
-        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-            folders = zip((one, other), (BlockPool, KVPoolBlocks), strict=True)
-            kept.append([decoding(Path(folder), kind, rows) for folder, kind in folders])
-        print(f"scheduler, {rows:3} rows  {ratio(kept[-1]):6.3f}", flush=True)
+    for rows, steps in ((1, 40), (256, 10)):
+        kept.append([decoding(kind, rows) for kind in (BlockPool, KVPoolBlocks)])
+        ours = ratio(kept[-1][::-1], steps)
+        print(f"scheduler, {rows:3} rows  {ours:6.3f}, blocks have {share(kept[-1][1]):.2%}", flush=True)
     for measured in (beside_cat, beside_saves):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             print(measured.__name__, measured(Path(folder)), flush=True)

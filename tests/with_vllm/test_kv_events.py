@@ -18,7 +18,7 @@ class Index:
     """What a router knows: the hashes of each group."""
 
     def __init__(self):
-        self.known, self.next = set(), 0
+        self.known = set()
 
     def read(self, payload):
         for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from engine import CASES
+from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 
+from kvpool.adapters.vllm import register
 from kvpool.adapters.vllm.blocks import KVPoolBlocks
 
 pytestmark = pytest.mark.timeout(3600)  # an engine starts in seconds, on a machine with nothing else to do
@@ -67,3 +69,23 @@ def test_metrics_tell_the_evictions_that_stock_tells(caching):
             pool.free_blocks(pool.get_new_blocks(3))
         told.append(len(metrics.drain_events()))
     assert told[0] == told[1] and bool(told[0]) == caching
+
+
+def test_release_whose_pool_does_something_else_is_refused_and_keeps_its_own(monkeypatch):
+    free = BlockPool.free_blocks
+    monkeypatch.setenv("VLLM_PLUGINS", "other,kvpool")
+    for name, other in (("free_blocks", lambda pool, blocks: free(pool, [*blocks][::-1])), ("unpin_blocks", None)):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="this plugin does not know"):
+            patch.setattr(BlockPool, name, other)
+            register()
+    assert kv_cache_coordinator.BlockPool is BlockPool
+    monkeypatch.setattr(kv_cache_coordinator, "BlockPool", BlockPool)  # given back behind the test
+    register()
+    assert kv_cache_coordinator.BlockPool is KVPoolBlocks
+
+
+def test_free_blocks_are_counted_where_references_are_set():
+    pool = KVPoolBlocks(4, enable_caching=True, hash_block_size=1)
+    (block,) = pool.get_new_blocks(1)
+    block.ref_cnt = 0
+    assert pool.get_num_free_blocks() == pool.core.num_free == 3

@@ -1,5 +1,7 @@
 """vLLM's tiering on a CPU, with kvpool's tier behind its own primary one: chunks that leave come back, also later."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -17,42 +19,32 @@ REQUEST = ReqContext(req_id="one")
 STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=())
 
 
-class Spec:
+def spec(model="tiny", replica=0, **layout):
     """What vLLM tells a tier of the engine."""
-
-    def __init__(self, model="tiny", replica=0, **layout):
-        alone = {name: 1 for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")}
-        parallel = OffloadingParallelConfig(
-            rank=0, data_parallel_index=replica, data_parallel_size=replica + 1, data_parallel_rank_local=None,
-            is_parallelism_agnostic=False, **alone,
-        )  # fmt: skip
-        self.config = OffloadingConfig(
-            groups=(), worker_kv_bytes_per_block=NBYTES, enable_kv_cache_events=True, extra_config={}, engine_id="e",
-            model=OffloadingModelConfig(name=model, dtype="float32"),
-            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1), parallel=parallel, **layout,
-        )  # fmt: skip
-
-
-class Region:
-    """The memory of the primary tier."""
-
-    def __init__(self):
-        self.rows = np.zeros((CHUNKS, NBYTES), np.uint8)
-
-    def create_kv_memoryview(self, *given, **options):
-        return memoryview(self.rows)
+    alone = {name: 1 for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")}
+    parallel = OffloadingParallelConfig(
+        rank=0, data_parallel_index=replica, data_parallel_size=replica + 1, data_parallel_rank_local=None,
+        is_parallelism_agnostic=False, **alone,
+    )  # fmt: skip
+    config = OffloadingConfig(
+        groups=(), worker_kv_bytes_per_block=NBYTES, enable_kv_cache_events=True, extra_config={}, engine_id="e",
+        model=OffloadingModelConfig(name=model, dtype="float32"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1), parallel=parallel, **layout,
+    )  # fmt: skip
+    return SimpleNamespace(config=config)
 
 
 class Host:
     """vLLM's manager with a primary tier of four chunks and kvpool's behind it."""
 
     def __init__(self, path, weights="", **options):
-        self.region = Region()
-        primary = CPUPrimaryTierOffloadingManager(num_chunks=CHUNKS, mmap_region=self.region)
+        self.rows = np.zeros((CHUNKS, NBYTES), np.uint8)  # the memory of the primary tier
+        region = SimpleNamespace(create_kv_memoryview=lambda *given, **options: memoryview(self.rows))
+        primary = CPUPrimaryTierOffloadingManager(num_chunks=CHUNKS, mmap_region=region)
         settings = {"type": "KVPoolTier", "module_path": "kvpool.adapters.vllm.tier", "path": str(path)}
         view = primary.get_kv_memoryview()
         self.tier = SecondaryTierFactory.create_secondary_tier(
-            settings | {"max_nbytes": 1 << 28, "weights": weights}, view, Spec(**options)
+            settings | {"max_nbytes": 1 << 28, "weights": weights}, view, spec(**options)
         )
         self.manager = TieringOffloadingManager(primary_tier=primary, secondary_tiers=[self.tier])
         self.manager.on_new_request(REQUEST)
@@ -66,7 +58,7 @@ class Host:
         """Store chunks as a worker does: the bytes of each are those of its key."""
         plan = self.manager.prepare_store(keys, REQUEST)
         for key, chunk in zip(plan.keys_to_store, plan.store_spec.block_ids, strict=True):
-            self.region.rows[chunk] = bytes_of(key)
+            self.rows[chunk] = bytes_of(key)
         self.manager.complete_store(keys, REQUEST)
         self.settle()
 
@@ -82,7 +74,7 @@ class Host:
         if found is not LookupResult.HIT:
             return None
         (chunk,) = self.manager.prepare_load([key], request).block_ids
-        held = self.region.rows[chunk].copy()
+        held = self.rows[chunk].copy()
         self.manager.complete_load([key], request)
         return held
 

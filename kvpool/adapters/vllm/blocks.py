@@ -5,7 +5,7 @@ vLLM's own class keeps what is vLLM's: block hashes and their map, events, metri
 
     block.ref_cnt == references of the block in the core
     block.block_hash is not None  <=>  the core caches the block
-    free_block_queue == free_order() of the core
+    free_block_queue == free_order() of the core, and its num_free_blocks == num_free
 
 `take_place` first gives both classes the same calls: a release whose pool means something else is refused at the start.
 """
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 from vllm import __version__ as vllm_version
 from vllm.v1.core import block_pool, kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -53,6 +52,7 @@ class Block(KVCacheBlock):
             self.pool.core.touch([self.block_id])
         for _ in range(count, self.ref_cnt):
             self.pool.core.release([self.block_id])
+        self.pool.free_block_queue.num_free_blocks = self.pool.core.num_free
 
     def __repr__(self) -> str:
         return f"Block(block_id={self.block_id}, ref_cnt={self.ref_cnt}, block_hash={self.block_hash!r})"
@@ -62,11 +62,7 @@ class FreeBlocks:
     """What readers ask of vLLM's free list; the list itself is the core's."""
 
     def __init__(self, pool: KVPoolBlocks) -> None:
-        self.pool = pool
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.pool.core.num_free
+        self.pool, self.num_free_blocks = pool, pool.core.num_free
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return [self.pool.blocks[block] for block in self.pool.core.free_order().tolist()]
@@ -88,14 +84,12 @@ class KVPoolBlocks(STOCK):
         self.null_block = self.blocks[0]
         self.free_block_queue = FreeBlocks(self)
 
-    def get_num_free_blocks(self) -> int:
-        return self.core.num_free
-
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         try:
             ids, evicted = self.core.take(num_blocks)
         except OutOfBlocks as error:
             raise ValueError(f"Cannot get {num_blocks} free blocks from the pool: {error}") from None
+        self.free_block_queue.num_free_blocks -= num_blocks
         every = self.blocks
         taken = [every[block] for block in ids]
         if self._reuse_watchers:
@@ -113,17 +107,23 @@ class KVPoolBlocks(STOCK):
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.core.touch([block.block_id for block in blocks], blank=True)
+        self.free_block_queue.num_free_blocks = self.core.num_free
         if self.metrics_collector:
             for block in blocks:
                 self.metrics_collector.on_block_accessed(block)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        blocks = [*ordered_blocks]
-        ids = [block.block_id for block in blocks if block.pool is self]
+        ids: list[int] = []
+        others: dict[Any, list[KVCacheBlock]] = {}
+        for block in ordered_blocks:
+            if block.pool is self:
+                ids.append(block.block_id)
+            elif block.pool is not None:  # a list that waited may name blocks of other pools, or of none
+                others.setdefault(block.pool, []).append(block)
         self.core.release(ids)
-        if len(ids) != len(blocks):  # a list that waited may name blocks of other pools, or of none
-            for pool in {block.pool for block in blocks} - {self, None}:
-                pool.free_blocks([block for block in blocks if block.pool is pool])
+        self.free_block_queue.num_free_blocks = self.core.num_free
+        for pool, blocks in others.items():
+            pool.free_blocks(blocks)
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """They join the end of the free list, with a hash or without, so those without are cached while they leave."""
@@ -133,12 +133,12 @@ class KVPoolBlocks(STOCK):
         self.core.mark_cached(bare)
         self.core.release(ids)
         self.core.uncache(bare, keep_place=True)
+        self.free_block_queue.num_free_blocks = self.core.num_free
 
     def reset_prefix_cache(self) -> bool:
         done = super().reset_prefix_cache()
         if done:
-            cached = np.flatnonzero(self.core.is_cached(np.arange(self.num_gpu_blocks)))
-            self.core.uncache(cached.astype(np.int32), keep_place=True)
+            self.core.uncache([block.block_id for block in self.blocks], keep_place=True)
         return done
 
     def _insert_block_hash(self, block_hash_with_group_id: Any, block: KVCacheBlock, num_tokens: int | None) -> None:
