@@ -338,6 +338,19 @@ def test_a_prompt_beyond_the_budget_keeps_its_beginning():
         assert (small.fetch(tokens), small.nbytes, len(small)) == ((None, 0), 0, 0)
 
 
+@pytest.mark.parametrize(("kind", "found"), [("dense", 1264), ("state", 0)])
+def test_a_prompt_longer_than_the_index_keeps_its_beginning_or_nothing(kind, found):
+    """4 times the blocks that the budget has room for, and 64: 6,144 tokens, and 7,920."""
+    prompts, tokens = PromptCache(80 * (16 * ROW_NBYTES + INDEX_NBYTES)), list(range(100)) * 90
+    prompts.insert(tokens[:20], computed(kind, tokens[:20]))
+    cache, rows = cache_module.KVCache(), mx.ones((1, programs.HEADS, 9000, programs.WIDTH), mx.uint32)
+    cache.update_and_fetch(rows, rows)
+    caches = [cache, cache] if kind == "dense" else [cache, computed("state", tokens[:20])[1]]
+    assert (prompts.insert(tokens, caches), prompts.fetch(np.array(tokens[1:]))) == (found > 0, (None, 0))
+    assert prompts.fetch([*tokens, 1])[1] == (found or 20)
+    assert prompts.wanted(tokens) == ([16, 2048, 4096, 8192, 8976] if kind == "state" else [])
+
+
 @pytest.mark.parametrize("kind", ["dense", "state"])
 def test_a_smaller_budget_gives_memory_back_and_keeps_what_was_used_last(kind):
     prompts, long = PromptCache(1 << 24), [list(range(n, n + 150)) for n in (0, 1000, 2000)]
@@ -632,6 +645,30 @@ def test_a_cache_of_any_attributes_comes_back_with_them():
     assert prompts.insert(tokens, [cache])
     (found,), length = prompts.fetch([*tokens, 1])
     assert (type(found), found.kind, found.fields, length) == (Own, "mine", "mine", 40)
+
+
+class Bare:
+    """A class that nobody knows and that says nothing."""
+
+    def __init__(self, count):
+        self.held, self.codec = mx.ones((count,)), object()
+
+
+def test_a_class_without_methods_is_kept_whole_and_counted_by_its_arrays():
+    prompts = PromptCache(2000)
+    assert [prompts.insert([count] * 20, [Bare(count)]) for count in (100, 300, 600)] == [True, True, False]
+    assert (len(prompts), prompts.nbytes, prompts.fetch([300] * 21)[1]) == (2, 1600, 20)
+    prompts = PromptCache()
+    prompts.insert([1] * 20, [type("Own", (cache_module._BaseCache,), {})(), computed("unknown", [1])[0]])
+    assert (len(prompts), prompts.nbytes) == (1, 100)
+
+
+def test_tokens_of_any_shape_do_not_disturb_insertions_at_the_same_time():
+    prompts, tokens = PromptCache(), list(range(40))
+    with prompts._announced(np.array([tokens]) + 1), prompts._announced(np.array([tokens[:30]])):
+        prompts.insert(np.array([tokens]), computed("dense", tokens))
+        assert prompts.fetch(np.array([[*tokens, 1]]))[1] == 40
+    assert not prompts._coming
 
 
 def test_an_unknown_class_is_logged_once(caplog):
