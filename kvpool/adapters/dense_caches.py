@@ -18,7 +18,6 @@ BLOCK = 16
 """Tokens of a block."""
 
 ROLES = ("rows", "state", "whole", "list")
-UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _PLACES = ("offset", "_idx")  # the number of tokens, in a cache that has a row for each
 _BOUNDS = {"max_size", "chunk_size"}
 _PIECE = 1 << 20  # bytes that are put in order together
@@ -105,7 +104,7 @@ class CacheLayout(NamedTuple):
         for cache, leaf in zip(leaves, self.leaves, strict=True):
             for array, part in zip(arrays_of(cache), leaf.parts, strict=True) if leaf.parts else ():
                 if part.heads * part.width:
-                    hosts.append((part, np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)[0]))
+                    hosts.append((part, host_of(array)[0]))
         piece = max(1, _PIECE // (BLOCK * self.row_nbytes or _PIECE)) * BLOCK
         for start in range(begin, end, piece):
             stop = min(start + piece, end)
@@ -211,7 +210,8 @@ def _has_rows(cache: Any, is_registered: bool, windows: bool) -> bool:
     if type(cache.offset) is not int or not (is_registered or all(map(_is_scalar, others))):
         return False
     if bound is None:
-        if not is_registered and ("max_size" in held or not can_trim(cache, True)):  # it may need that room
+        can_trim = getattr(cache, "is_trimmable", lambda: True)()
+        if not is_registered and ("max_size" in held or not can_trim):  # it may need that room
             return False
     elif not windows or cache.offset > bound or held.get("start_position") or held.get("_idx", 0) > cache.offset:
         return False
@@ -298,11 +298,6 @@ def _plane(data: mx.array, part: Part, rows: int) -> mx.array:
     return plane.reshape(rows, data.shape[0] // rows, part.heads, part.width).transpose(0, 2, 1, 3)
 
 
-def can_trim(cache: Any, default: bool = False) -> bool:
-    """Whether a cache says that it can be cut. `default`: for one that does not say."""
-    return bool(getattr(cache, "is_trimmable", lambda: default)())
-
-
 def nbytes_of(cache: Any, role: str) -> int:
     """Bytes of a cache that is kept whole, after it is cut to what it needs."""
     held = compact(cache) if role == "state" else cache
@@ -356,11 +351,15 @@ def copied(cache: Any, array: Callable[[mx.array], Any], role: str = "state") ->
     return twin
 
 
+def host_of(array: mx.array) -> np.ndarray:
+    """Return the memory of an array as unsigned numbers."""
+    known = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array  # NumPy has no bfloat16
+    return np.asarray(known).view(f"u{array.dtype.size}")
+
+
 def owned(array: mx.array) -> mx.array:
     """Return a copy in memory of its own."""
-    if array.size == 0:
-        return array
-    twin = mx.array(np.array(array.view(UNSIGNED[array.dtype.size]))).view(array.dtype)
+    twin = mx.array(host_of(array)).view(array.dtype)
     mx.eval(twin)  # or only this thread could use it
     return twin
 

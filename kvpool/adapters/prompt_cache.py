@@ -25,7 +25,6 @@ import kvpool
 from kvpool.adapters.dense_caches import (
     BLOCK,
     CacheLayout,
-    can_trim,
     copied,
     evaluate,
     is_empty,
@@ -528,7 +527,8 @@ class PromptCache:
         layout, index = one.layout, self._index
         one.kept_nbytes = sum(map(nbytes_of, kept, layout.roles))
         one.nbytes = one.kept_nbytes + (INDEX_NBYTES if layout.has_arrays else 0)
-        one.can_cut = layout.is_dense or (not layout.has_arrays and all(map(can_trim, kept)))
+        can_trim = all(getattr(cache, "is_trimmable", bool)() for cache in kept)
+        one.can_cut = layout.is_dense or (not layout.has_arrays and can_trim)
         block_nbytes = BLOCK * layout.row_nbytes + (INDEX_NBYTES if layout.row_nbytes else 0)
         with self._lock:
             self._now, handle = self._clock(), index.open(one.root, known)
