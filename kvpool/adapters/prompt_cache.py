@@ -48,7 +48,8 @@ TYPES = ("assistant", "user", "system")
 
 _MAX_TOKEN = 2**30 - 1  # numbers above stand for media
 _MAX_ATOM = 2**31 - 1
-_UNKNOWN = _MAX_TOKEN + 1  # of media that were never inserted; no others get as far
+_UNKNOWN = _MAX_TOKEN  # of media that were never inserted; no others get as far, and no token is the same
+_MAX_MEDIA = 1 << 16  # digests that are remembered
 _MAX_BLOCKS = 1 << 20
 _MAX_SEQUENCES = 4096
 _MAX_LAYOUTS = 64
@@ -143,6 +144,7 @@ class PromptCache:
         self._names: dict[Hashable, bytes] = {}
         self._salt = os.urandom(16)
         self._atoms: dict[Hashable, int] = {}
+        self._num_atoms = 0  # that there ever were
 
     # -------------------------------------------------------------------------------------- fetch and insert
 
@@ -390,7 +392,7 @@ class PromptCache:
             self._load(stored, known[:text], namespace)
         with self._lock:
             if self._coming:
-                begin = _begin(tokens)
+                begin = np.ravel(tokens[:BLOCK])[:BLOCK].tolist()
                 self._arrival.wait_for(lambda: begin not in self._coming, _PATIENCE)
             try:
                 hit = self._longest(known, namespace, spans, whole)
@@ -477,7 +479,7 @@ class PromptCache:
     @contextmanager
     def _announced(self, tokens: Sequence[int]) -> Iterator[None]:
         """Have fetches of prompts that begin like this one wait a moment."""
-        begin = _begin(tokens)
+        begin = np.ravel(tokens[:BLOCK])[:BLOCK].tolist()
         with self._lock:
             self._coming.append(begin)
         try:
@@ -687,7 +689,12 @@ class PromptCache:
 
     def _atom(self, name: Hashable, adds: bool) -> int:
         with self._lock:
-            return self._atoms.setdefault(name, len(self._atoms)) if adds else self._atoms.get(name, _UNKNOWN)
+            if adds and name not in self._atoms:
+                self._atoms[name] = self._num_atoms
+                self._num_atoms += 1
+                if len(self._atoms) > _MAX_MEDIA:
+                    del self._atoms[next(iter(self._atoms))]
+            return self._atoms.get(name, _UNKNOWN)
 
 
 def _limit(call: str, name: str, value: int | None) -> int:
@@ -710,12 +717,6 @@ def _numbers(call: str, tokens: Sequence[int]) -> np.ndarray:
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(f"[{call}] tokens must be integers, got {given.dtype}")
     return given
-
-
-def _begin(tokens: Sequence[int]) -> list[int]:
-    """Return the tokens of the first block."""
-    begin: list[int] = np.ravel(tokens[:BLOCK])[:BLOCK].tolist()
-    return begin
 
 
 def _outside(length: int, spans: Spans) -> int:

@@ -165,6 +165,19 @@ def test_fetch_keeps_no_names_of_media():
         assert prompts.fetch(range(30), media=[(8, 24, number)])[1] == 8
         assert prompts.fetch([*range(10), -1 - number, -1 - number, 3])[1] == 10
     assert not prompts._atoms
+    prompts.insert([2**30 - 1] * 20, computed("dense", [2**30 - 1] * 20))  # the largest token
+    assert prompts.fetch([1] * 20, media=[(0, 19, "cat")])[1] == 0
+
+
+def test_the_oldest_of_many_media_are_forgotten_and_never_taken_for_others(monkeypatch):
+    monkeypatch.setattr(subject, "_MAX_MEDIA", 3)
+    prompts = PromptCache()
+    for number in range(5):
+        prompts.insert([1] * 40, computed("dense", [number] * 40), media=[(0, 20, number)])
+    for number, length in ((0, 0), (1, 0), (2, 39), (3, 39), (4, 39)):
+        caches, found = prompts.fetch([1] * 40, media=[(0, 20, number)])
+        assert found == length and programs.fault_in(caches or [], "dense", [number] * length) == ""
+    assert len(prompts._atoms) == 3
 
 
 @pytest.mark.parametrize("length", [40, 48])
