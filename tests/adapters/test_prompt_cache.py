@@ -461,16 +461,13 @@ def test_many_prompts_are_fetched_as_the_batches_that_their_own_merge_makes(kind
     batches, lengths = prompts.fetch_many(asked)
     assert lengths == [60, 35, 0, 35]
     rows = [prompts.fetch(tokens)[0] for tokens in asked]
-    fresh = [cache_module.KVCache(), *(type(cache) for cache in computed(kind, first)[1:])]
-    if kind == "state":
-        fresh[1] = cache_module.ArraysCache(2)
-    elif kind == "window":
-        fresh[1] = cache_module.RotatingKVCache(programs.WINDOW, keep=programs.KEEP)
-    elif kind == "list":
-        fresh = [cache_module.CacheList(cache_module.KVCache(), cache_module.ArraysCache(2)), cache_module.KVCache()]
-    else:
-        fresh[1] = cache_module.KVCache()
-    rows[2] = fresh
+    full, state = cache_module.KVCache, cache_module.ArraysCache(2)
+    rows[2] = {
+        "dense": [full(), full()],
+        "window": [full(), cache_module.RotatingKVCache(programs.WINDOW, keep=programs.KEEP)],
+        "state": [full(), state],
+        "list": [cache_module.CacheList(full(), state), full()],
+    }[kind]
     expected = [type(caches[0]).merge(list(caches)) for caches in zip(*rows, strict=True)]
 
     def leaves(caches):
