@@ -554,6 +554,7 @@ class PromptCache:
             with self._lock:
                 self._reserve(-nbytes, -one.kept_nbytes)
                 index.close(handle)
+                self._make_room(0)
             raise
         known = known[:length]
         with self._lock:
@@ -565,6 +566,7 @@ class PromptCache:
                 copies = copies[(index.pool.num_tokens(one.handle) - begin) // BLOCK :]
             if not self._make_room(nbytes, len(copies), one.kept_nbytes):
                 index.close(one.handle)
+                self._make_room(0)  # `resize` could not evict what this call held
                 return False
             one.tail = known[length - length % BLOCK :].tolist()
             self._replace(one, known)

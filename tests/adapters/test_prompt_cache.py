@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -391,17 +392,23 @@ def test_a_smaller_budget_gives_memory_back_and_keeps_what_was_used_last(kind):
     assert not empty.insert(long[0], computed(kind, long[0])) and empty.nbytes == 0
 
 
-def test_a_budget_that_shrinks_while_an_insertion_copies_holds_when_it_ends(monkeypatch):
-    prompts, tokens, rows_of = PromptCache(1 << 24), list(range(100)), subject.CacheLayout.rows_of
-    prompts.insert(tokens[:20], computed("dense", tokens[:20]))
+@pytest.mark.parametrize(("more", "limit"), [([7, *range(100)], 4000), (list(range(100)), 100)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_budget_that_shrinks_while_an_insertion_copies_holds_when_it_ends(monkeypatch, more, limit, fails):
+    """`resize` cannot evict the block that the second one goes on from."""
+    prompts, tokens, rows_of = PromptCache(1 << 24), list(range(20)), subject.CacheLayout.rows_of
+    prompts.insert(tokens, computed("dense", tokens))
 
     def shrinks(*arguments):
-        prompts.resize(4000)
+        prompts.resize(limit)
+        if fails:
+            raise MemoryError
         return rows_of(*arguments)
 
     monkeypatch.setattr(subject.CacheLayout, "rows_of", shrinks)
-    assert not prompts.insert([7, *tokens], computed("dense", [7, *tokens]))
-    assert prompts.nbytes == programs.held_nbytes(prompts) <= 4000
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        assert not prompts.insert(more, computed("dense", more))
+    assert prompts.nbytes == programs.held_nbytes(prompts) <= limit
     assert prompts._index.pool.stats().sequences == len(prompts)
 
 
