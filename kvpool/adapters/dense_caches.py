@@ -18,7 +18,6 @@ BLOCK = 16
 """Tokens of a block."""
 
 ROLES = ("rows", "state", "whole", "list")
-UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _PLACES = ("offset", "_idx")  # the number of tokens, in a cache that has a row for each
 _BOUNDS = {"max_size", "chunk_size"}
 _PIECE = 1 << 20  # bytes that are put in order together
@@ -105,7 +104,7 @@ class CacheLayout(NamedTuple):
         for cache, leaf in zip(leaves, self.leaves, strict=True):
             for array, part in zip(arrays_of(cache), leaf.parts, strict=True) if leaf.parts else ():
                 if part.heads * part.width:
-                    hosts.append((part, np.asarray(array.view(UNSIGNED[part.dtype.size]))[0]))
+                    hosts.append((part, host_of(array)[0]))
         piece = max(1, _PIECE // (BLOCK * self.row_nbytes or _PIECE)) * BLOCK
         for start in range(begin, end, piece):
             stop = min(start + piece, end)
@@ -118,9 +117,9 @@ class CacheLayout(NamedTuple):
             for at in range(0, stop - start, BLOCK):
                 yield mx.array(wide[at : at + BLOCK])
 
-    def caches_of(self, rows: list[mx.array], kept: list[Any], length: int) -> list[Any]:
+    def caches_of(self, rows: np.ndarray, kept: list[Any], length: int) -> list[Any]:
         """Return caches of `length` tokens: views of one copy of the rows, and what was kept whole."""
-        data = mx.concatenate(rows)[:length] if rows and self.row_nbytes else None
+        data = mx.concatenate(rows.tolist())[:length] if len(rows) and self.row_nbytes else None
         mx.eval([] if data is None else data)
         whole = iter(kept)
         leaves = []
@@ -130,12 +129,12 @@ class CacheLayout(NamedTuple):
         evaluate(leaves)
         return nested(self.tree, iter(leaves))
 
-    def batch_of(self, rows: list[list[mx.array]], lengths: list[int]) -> list[Any] | None:
+    def batch_of(self, rows: Sequence[np.ndarray | list[mx.array]], lengths: list[int]) -> list[Any] | None:
         """Return batches of sequences whose caches all have rows: views of one copy. None: a class has no batch."""
         most, pieces = max(lengths), []
         for each, length in zip(rows, lengths, strict=True):
             pieces += [mx.zeros((most - length, self.row_nbytes // 8), mx.uint64), *each[:-1]]
-            pieces += [each[-1][: length - BLOCK * (len(each) - 1)]] if each else []
+            pieces += [each[-1][: length - BLOCK * (len(each) - 1)]] if len(each) else []
         batches = []
         for leaf in self.leaves:
             merge = getattr(leaf.kind, "merge", None)
@@ -212,7 +211,7 @@ def _has_rows(cache: Any, is_registered: bool, windows: bool) -> bool:
         return False
     if bound is None:
         can_trim = getattr(cache, "is_trimmable", lambda: True)()
-        if not (is_registered or can_trim) or ("max_size" in held and not is_registered):  # it may need that room
+        if not is_registered and ("max_size" in held or not can_trim):  # it may need that room
             return False
     elif not windows or cache.offset > bound or held.get("start_position") or held.get("_idx", 0) > cache.offset:
         return False
@@ -301,9 +300,12 @@ def _plane(data: mx.array, part: Part, rows: int) -> mx.array:
 
 def nbytes_of(cache: Any, role: str) -> int:
     """Bytes of a cache that is kept whole, after it is cut to what it needs."""
-    if role != "state":
-        return int(getattr(cache, "nbytes", 0))
-    return sum(array.nbytes for array in arrays_in(vars(compact(cache))))
+    held = compact(cache) if role == "state" else cache
+    nbytes = sum(array.nbytes for array in arrays_in(getattr(held, "__dict__", None)))
+    try:
+        return nbytes if role == "state" else max(nbytes, int(cache.nbytes))
+    except (AttributeError, NotImplementedError):  # it does not say
+        return nbytes
 
 
 def evaluate(caches: Sequence[Any]) -> None:
@@ -349,11 +351,15 @@ def copied(cache: Any, array: Callable[[mx.array], Any], role: str = "state") ->
     return twin
 
 
+def host_of(array: mx.array) -> np.ndarray:
+    """Return the memory of an array as unsigned numbers."""
+    known = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array  # NumPy has no bfloat16
+    return np.asarray(known).view(f"u{array.dtype.size}")
+
+
 def owned(array: mx.array) -> mx.array:
     """Return a copy in memory of its own."""
-    if array.size == 0:
-        return array
-    twin = mx.array(np.array(array.view(UNSIGNED[array.dtype.size]))).view(array.dtype)
+    twin = mx.array(host_of(array)).view(array.dtype)
     mx.eval(twin)  # or only this thread could use it
     return twin
 

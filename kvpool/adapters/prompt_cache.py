@@ -48,7 +48,8 @@ TYPES = ("assistant", "user", "system")
 
 _MAX_TOKEN = 2**30 - 1  # numbers above stand for media
 _MAX_ATOM = 2**31 - 1
-_UNKNOWN = _MAX_TOKEN + 1  # of media that were never inserted; no others get as far
+_UNKNOWN = _MAX_TOKEN  # of media that were never inserted; no others get as far, and no token is the same
+_MAX_MEDIA = 1 << 16  # digests that are remembered
 _MAX_BLOCKS = 1 << 20
 _MAX_SEQUENCES = 4096
 _MAX_LAYOUTS = 64
@@ -77,7 +78,7 @@ class _Hit(NamedTuple):
 
     length: int
     layout: CacheLayout
-    rows: list[mx.array]
+    rows: np.ndarray
     sequence: CachedSequence | None
     kept: list[Any]
     extra: Any
@@ -133,7 +134,7 @@ class PromptCache:
         self._promoter = ThreadPoolExecutor(1, thread_name_prefix="kvpool-promote")
         self._lock = threading.RLock()
         self._arrival = threading.Condition(self._lock)
-        self._coming: list[Sequence[int]] = []  # how the sequences begin that are being inserted
+        self._coming: list[list[int]] = []  # how the sequences begin that are being inserted
         self._index: BlockIndex  # from the first layout on
         self._layouts: dict[CacheLayout, bytes] = {}
         self._order: dict[str, OrderedDict[CachedSequence, None]] = {kind: OrderedDict() for kind in TYPES}
@@ -143,6 +144,7 @@ class PromptCache:
         self._names: dict[Hashable, bytes] = {}
         self._salt = os.urandom(16)
         self._atoms: dict[Hashable, int] = {}
+        self._num_atoms = 0  # that there ever were
 
     # -------------------------------------------------------------------------------------- fetch and insert
 
@@ -390,7 +392,7 @@ class PromptCache:
             self._load(stored, known[:text], namespace)
         with self._lock:
             if self._coming:
-                begin = list(tokens[:BLOCK])
+                begin = np.ravel(tokens[:BLOCK])[:BLOCK].tolist()
                 self._arrival.wait_for(lambda: begin not in self._coming, _PATIENCE)
             try:
                 hit = self._longest(known, namespace, spans, whole)
@@ -404,6 +406,8 @@ class PromptCache:
                 self._order[one.kind].move_to_end(one)
                 if take and one.length == hit.length and not one.priority_at(self._clock()):
                     self._drop(one)
+        if not hit.kept:
+            return hit
         kept = [copied(cache, shared, role) for cache, role in zip(hit.kept, hit.layout.roles, strict=True)]
         if one is not None and one.length > hit.length:
             for cache in kept:
@@ -435,37 +439,39 @@ class PromptCache:
 
     def _cut(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
-        blocks = self._index.path(root, known)
+        index = self._index
+        blocks, most, ends = index.path(root, known), len(known), index.ends
         parent = int(blocks[-1]) if len(blocks) else root
-        nearest, common = self._index.nearest(parent, _behind(known, len(blocks)))
-        most, ends = len(known), self._index.ends
+        nearest, common = index.nearest(parent, known[BLOCK * len(blocks) : BLOCK * (len(blocks) + 1)])
         if not (whole and any(one.length == most and one.is_prefix_of(known) for one in ends.get(parent, ()))):
             most -= 1
-        length = _outside(max(0, min(BLOCK * len(blocks) + common, most)), spans)
-        if not length:
+        length = _outside(min(BLOCK * len(blocks) + common, most), spans)
+        if length <= 0:
             return None
         if common:
             blocks = np.append(blocks, nearest)
         full, blocks = length // BLOCK, blocks[: -(-length // BLOCK)]
         near = ends.get(int(blocks[full - 1]) if full else root, ())
-        ended = (one for one in near if one.length <= length and one.is_prefix_of(known))
+        ended = [one for one in near if one.length <= length and one.is_prefix_of(known)]
         used = max(ended, key=lambda one: one.length, default=None)
-        rows, origin = self._index.rows.take(blocks).tolist(), self._index.origins.get(int(blocks[-1]))
-        return _Hit(length, layout, rows, used, [], origin.extra if origin and length >= origin.media_end else None)
+        origin = index.origins.get(int(blocks[-1]))
+        extra = origin.extra if origin and length >= origin.media_end else None
+        return _Hit(length, layout, index.rows.take(blocks), used, [], extra)
 
     def _ended(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of a sequence that is kept whole."""
         blocks = self._index.path(root, known)
         best, length = None, -1
         for count, one in self._index.ending(root, blocks):
-            common = sum(takewhile(bool, map(eq, one.tail, _behind(known, count))))
+            behind = map(int, known[BLOCK * count : BLOCK * (count + 1)])
+            common = sum(takewhile(bool, map(eq, one.tail, behind)))
             reach = min(BLOCK * count + common, len(known) - (not (whole and one.length == len(known))))
             fits = reach == one.length or (one.can_cut and common > 0)
             if fits and reach > length and (reach or one.can_cut) and _outside(reach, spans) == reach:
                 best, length = one, reach
         if best is None:
             return None
-        rows = self._index.rows.take(self._index.pool.table(best.handle)[: -(-length // BLOCK)]).tolist()
+        rows = self._index.rows.take(self._index.pool.table(best.handle)[: -(-length // BLOCK)])
         return _Hit(length, layout, rows, best, best.kept, best.extra)
 
     # ------------------------------------------------------------------------------------------------ insert
@@ -473,7 +479,7 @@ class PromptCache:
     @contextmanager
     def _announced(self, tokens: Sequence[int]) -> Iterator[None]:
         """Have fetches of prompts that begin like this one wait a moment."""
-        begin = list(tokens[:BLOCK])
+        begin = np.ravel(tokens[:BLOCK])[:BLOCK].tolist()
         with self._lock:
             self._coming.append(begin)
         try:
@@ -523,10 +529,13 @@ class PromptCache:
         layout, index = one.layout, self._index
         one.kept_nbytes = sum(map(nbytes_of, kept, layout.roles))
         one.nbytes = one.kept_nbytes + (INDEX_NBYTES if layout.has_arrays else 0)
+        can_trim = all(getattr(cache, "is_trimmable", bool)() for cache in kept)
+        one.can_cut = layout.is_dense or (not layout.has_arrays and can_trim)
         block_nbytes = BLOCK * layout.row_nbytes + (INDEX_NBYTES if layout.row_nbytes else 0)
         with self._lock:
             self._now, handle = self._clock(), index.open(one.root, known)
             begin, length, most = index.pool.num_tokens(handle), len(known), index.pool.num_blocks
+            num_puts = index.num_puts
             if block_nbytes:
                 most = min(most, max(0, self.max_bytes - one.nbytes) // block_nbytes)
             if length > BLOCK * most and layout.is_dense:
@@ -545,18 +554,21 @@ class PromptCache:
             with self._lock:
                 self._reserve(-nbytes, -one.kept_nbytes)
                 index.close(handle)
+                self._make_room(0)
             raise
         known = known[:length]
         with self._lock:
             self._reserve(-nbytes, -one.kept_nbytes)
-            one.handle, one.length = index.open(one.root, known), length  # with what others have inserted meanwhile
-            index.close(handle)
-            copies = copies[(index.pool.num_tokens(one.handle) - begin) // BLOCK :]
+            one.handle, one.length = handle, length
+            if index.num_puts != num_puts:  # others have inserted meanwhile
+                one.handle = index.open(one.root, known)
+                index.close(handle)
+                copies = copies[(index.pool.num_tokens(one.handle) - begin) // BLOCK :]
             if not self._make_room(nbytes, len(copies), one.kept_nbytes):
                 index.close(one.handle)
+                self._make_room(0)  # `resize` could not evict what this call held
                 return False
             one.tail = known[length - length % BLOCK :].tolist()
-            one.can_cut = layout.is_dense or (not layout.has_arrays and all(cache.is_trimmable() for cache in kept))
             self._replace(one, known)
             index.put(one, known, copies)
             self._order[one.kind][one] = None
@@ -679,7 +691,12 @@ class PromptCache:
 
     def _atom(self, name: Hashable, adds: bool) -> int:
         with self._lock:
-            return self._atoms.setdefault(name, len(self._atoms)) if adds else self._atoms.get(name, _UNKNOWN)
+            if adds and name not in self._atoms:
+                self._atoms[name] = self._num_atoms
+                self._num_atoms += 1
+                if len(self._atoms) > _MAX_MEDIA:
+                    del self._atoms[next(iter(self._atoms))]
+            return self._atoms.get(name, _UNKNOWN)
 
 
 def _limit(call: str, name: str, value: int | None) -> int:
@@ -710,11 +727,6 @@ def _outside(length: int, spans: Spans) -> int:
         if start < length < stop:
             length = start
     return length
-
-
-def _behind(known: Tokens, count: int) -> list[int]:
-    """Return the tokens of the block behind so many."""
-    return list(known[BLOCK * count : BLOCK * (count + 1)])
 
 
 def _caches(found: _Hit | None) -> Fetched:

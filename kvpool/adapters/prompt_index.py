@@ -70,9 +70,11 @@ class BlockIndex:
         )
         self._prefix: Any = self.pool.prefix  # what it calls a namespace is the root of a tree of blocks
         self._plan = kvpool.Plan(self.pool, 1, num_blocks * BLOCK, formats=())
+        self._most = num_blocks * BLOCK  # tokens of a sequence of the pool
         self.rows = np.empty(num_blocks, object)  # what each block holds, None if it is not in use
         self.origins: dict[int, CachedSequence] = {}  # of blocks in use: the last sequence that has an `extra` for them
         self.nbytes = 0  # of the blocks in use and their index
+        self.num_puts = 0
         self.ends: dict[int | bytes, list[CachedSequence]] = {}  # behind a block or a root, before another one is full
         self._is_end = np.zeros(num_blocks, bool)
         self._tokens = np.empty((num_blocks, BLOCK), np.int32)  # -1 where a block has no token
@@ -86,15 +88,15 @@ class BlockIndex:
 
     def path(self, root: bytes, known: Tokens) -> np.ndarray:
         """Return the whole blocks that a prompt begins with. They become the most recent."""
-        handle = self._prefix.pin(known, root)
+        handle = self._prefix.pin(known if len(known) <= self._most else known[: self._most], root)
         blocks = self.pool.table(handle)
         self._prefix.unpin(handle)
         return blocks
 
-    def nearest(self, parent: int | bytes, behind: list[int]) -> tuple[int, int]:
+    def nearest(self, parent: int | bytes, behind: Tokens) -> tuple[int, int]:
         """Return the block behind `parent` that begins with the most of these tokens, and how many these are."""
         blocks = self._after.get(parent)
-        if blocks is None or not behind:
+        if blocks is None or not len(behind):
             return -1, 0
         same = self._tokens[blocks, : len(behind)] == behind
         counts = np.where(same.all(axis=1), len(behind), same.argmin(axis=1))
@@ -117,6 +119,7 @@ class BlockIndex:
 
     def open(self, root: bytes, known: np.ndarray) -> int:
         """Open a sequence with the whole blocks that are known."""
+        known = known[: self._most - 1]
         full = len(known) - len(known) % BLOCK
         more = known[: full + 1] if full < len(known) else np.append(known, np.int32(0))  # one is never a hit
         return self.pool.open(more, root, reserve=False)
@@ -126,8 +129,9 @@ class BlockIndex:
         begin = self.pool.num_tokens(one.handle)
         self.pool.step(self._plan, [one.handle], len(known) - begin)
         self._prefix.commit(one.handle, known[begin : len(known) - len(known) % BLOCK])
-        blocks = self.pool.table(one.handle).tolist()
-        new, parent = blocks[begin // BLOCK :], blocks[begin // BLOCK - 1] if begin else one.root
+        self.num_puts += 1
+        blocks = self.pool.table(one.handle)
+        new, parent = blocks[begin // BLOCK :].tolist(), int(blocks[begin // BLOCK - 1]) if begin else one.root
         if new:
             tokens = np.full(len(new) * BLOCK, -1, np.int32)
             tokens[: len(known) - begin] = known[begin:]
@@ -138,7 +142,7 @@ class BlockIndex:
             self._after.update((block, [following]) for block, following in pairwise(new))
             self.nbytes += sum(map(self.nbytes_of, new))
         if one.extra is not None and one.layout.is_dense:
-            self.origins.update(dict.fromkeys(blocks[max(0, one.media_end - 1) // BLOCK :], one))
+            self.origins.update(dict.fromkeys(blocks[max(0, one.media_end - 1) // BLOCK :].tolist(), one))
         self.end(one)
 
     def close(self, handle: int, left: int = 0) -> None:

@@ -18,10 +18,10 @@ import numpy as np
 
 from kvpool.adapters.dense_caches import (
     BLOCK,
-    UNSIGNED,
     CacheLayout,
     bound_of,
     compact,
+    host_of,
     is_empty,
     layout_of,
     leaves_of,
@@ -130,7 +130,8 @@ class PromptStore:
     def _rows(self, blocks: Blocks) -> list[mx.array]:
         """Load blocks up to the first one that is missing."""
         rows = np.empty((len(blocks), BLOCK * self.layout.row_nbytes), np.uint8)
-        return [_as_row(row) for row in rows[: leading(self.store.load(blocks, rows))]]
+        found = rows[: leading(self.store.load(blocks, rows))].view(np.uint64)
+        return [mx.array(row.reshape(BLOCK, -1)) for row in found]
 
     def _states(self, known: np.ndarray, least: int, namespace: bytes) -> Iterator[_Found]:
         """Load states of prefixes longer than `least`, the longest first: length, rows of the tail, caches."""
@@ -221,10 +222,4 @@ def _read(value: Any, row: np.ndarray, place: list[int]) -> Any:
 
 
 def _as_bytes(array: mx.array) -> np.ndarray:
-    if not array.size:
-        return np.empty(0, np.uint8)
-    return np.asarray(array.view(UNSIGNED[array.dtype.size])).reshape(-1).view(np.uint8)
-
-
-def _as_row(row: np.ndarray) -> mx.array:
-    return mx.array(row.view(np.uint64).reshape(BLOCK, -1))
+    return host_of(array).reshape(-1).view(np.uint8)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,19 @@ def test_fetch_keeps_no_names_of_media():
         assert prompts.fetch(range(30), media=[(8, 24, number)])[1] == 8
         assert prompts.fetch([*range(10), -1 - number, -1 - number, 3])[1] == 10
     assert not prompts._atoms
+    prompts.insert([2**30 - 1] * 20, computed("dense", [2**30 - 1] * 20))  # the largest token
+    assert prompts.fetch([1] * 20, media=[(0, 19, "cat")])[1] == 0
+
+
+def test_the_oldest_of_many_media_are_forgotten_and_never_taken_for_others(monkeypatch):
+    monkeypatch.setattr(subject, "_MAX_MEDIA", 3)
+    prompts = PromptCache()
+    for number in range(5):
+        prompts.insert([1] * 40, computed("dense", [number] * 40), media=[(0, 20, number)])
+    for number, length in ((0, 0), (1, 0), (2, 39), (3, 39), (4, 39)):
+        caches, found = prompts.fetch([1] * 40, media=[(0, 20, number)])
+        assert found == length and programs.fault_in(caches or [], "dense", [number] * length) == ""
+    assert len(prompts._atoms) == 3
 
 
 @pytest.mark.parametrize("length", [40, 48])
@@ -338,6 +352,19 @@ def test_a_prompt_beyond_the_budget_keeps_its_beginning():
         assert (small.fetch(tokens), small.nbytes, len(small)) == ((None, 0), 0, 0)
 
 
+@pytest.mark.parametrize(("kind", "found"), [("dense", 1264), ("state", 0)])
+def test_a_prompt_longer_than_the_index_keeps_its_beginning_or_nothing(kind, found):
+    """4 times the blocks that the budget has room for, and 64: 6,144 tokens, and 7,920."""
+    prompts, tokens = PromptCache(80 * (16 * ROW_NBYTES + INDEX_NBYTES)), list(range(100)) * 90
+    prompts.insert(tokens[:20], computed(kind, tokens[:20]))
+    cache, rows = cache_module.KVCache(), mx.ones((1, programs.HEADS, 9000, programs.WIDTH), mx.uint32)
+    cache.update_and_fetch(rows, rows)
+    caches = [cache, cache] if kind == "dense" else [cache, computed("state", tokens[:20])[1]]
+    assert (prompts.insert(tokens, caches), prompts.fetch(np.array(tokens[1:]))) == (found > 0, (None, 0))
+    assert prompts.fetch([*tokens, 1])[1] == (found or 20)
+    assert prompts.wanted(tokens) == ([16, 2048, 4096, 8192, 8976] if kind == "state" else [])
+
+
 @pytest.mark.parametrize("kind", ["dense", "state"])
 def test_a_smaller_budget_gives_memory_back_and_keeps_what_was_used_last(kind):
     prompts, long = PromptCache(1 << 24), [list(range(n, n + 150)) for n in (0, 1000, 2000)]
@@ -365,17 +392,23 @@ def test_a_smaller_budget_gives_memory_back_and_keeps_what_was_used_last(kind):
     assert not empty.insert(long[0], computed(kind, long[0])) and empty.nbytes == 0
 
 
-def test_a_budget_that_shrinks_while_an_insertion_copies_holds_when_it_ends(monkeypatch):
-    prompts, tokens, rows_of = PromptCache(1 << 24), list(range(100)), subject.CacheLayout.rows_of
-    prompts.insert(tokens[:20], computed("dense", tokens[:20]))
+@pytest.mark.parametrize(("more", "limit"), [([7, *range(100)], 4000), (list(range(100)), 100)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_budget_that_shrinks_while_an_insertion_copies_holds_when_it_ends(monkeypatch, more, limit, fails):
+    """`resize` cannot evict the block that the second one goes on from."""
+    prompts, tokens, rows_of = PromptCache(1 << 24), list(range(20)), subject.CacheLayout.rows_of
+    prompts.insert(tokens, computed("dense", tokens))
 
     def shrinks(*arguments):
-        prompts.resize(4000)
+        prompts.resize(limit)
+        if fails:
+            raise MemoryError
         return rows_of(*arguments)
 
     monkeypatch.setattr(subject.CacheLayout, "rows_of", shrinks)
-    assert not prompts.insert([7, *tokens], computed("dense", [7, *tokens]))
-    assert prompts.nbytes == programs.held_nbytes(prompts) <= 4000
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        assert not prompts.insert(more, computed("dense", more))
+    assert prompts.nbytes == programs.held_nbytes(prompts) <= limit
     assert prompts._index.pool.stats().sequences == len(prompts)
 
 
@@ -435,16 +468,13 @@ def test_many_prompts_are_fetched_as_the_batches_that_their_own_merge_makes(kind
     batches, lengths = prompts.fetch_many(asked)
     assert lengths == [60, 35, 0, 35]
     rows = [prompts.fetch(tokens)[0] for tokens in asked]
-    fresh = [cache_module.KVCache(), *(type(cache) for cache in computed(kind, first)[1:])]
-    if kind == "state":
-        fresh[1] = cache_module.ArraysCache(2)
-    elif kind == "window":
-        fresh[1] = cache_module.RotatingKVCache(programs.WINDOW, keep=programs.KEEP)
-    elif kind == "list":
-        fresh = [cache_module.CacheList(cache_module.KVCache(), cache_module.ArraysCache(2)), cache_module.KVCache()]
-    else:
-        fresh[1] = cache_module.KVCache()
-    rows[2] = fresh
+    full, state = cache_module.KVCache, cache_module.ArraysCache(2)
+    rows[2] = {
+        "dense": [full(), full()],
+        "window": [full(), cache_module.RotatingKVCache(programs.WINDOW, keep=programs.KEEP)],
+        "state": [full(), state],
+        "list": [cache_module.CacheList(full(), state), full()],
+    }[kind]
     expected = [type(caches[0]).merge(list(caches)) for caches in zip(*rows, strict=True)]
 
     def leaves(caches):
@@ -632,6 +662,30 @@ def test_a_cache_of_any_attributes_comes_back_with_them():
     assert prompts.insert(tokens, [cache])
     (found,), length = prompts.fetch([*tokens, 1])
     assert (type(found), found.kind, found.fields, length) == (Own, "mine", "mine", 40)
+
+
+class Bare:
+    """A class that nobody knows and that says nothing."""
+
+    def __init__(self, count):
+        self.held, self.codec = mx.ones((count,)), object()
+
+
+def test_a_class_without_methods_is_kept_whole_and_counted_by_its_arrays():
+    prompts = PromptCache(2000)
+    assert [prompts.insert([count] * 20, [Bare(count)]) for count in (100, 300, 600)] == [True, True, False]
+    assert (len(prompts), prompts.nbytes, prompts.fetch([300] * 21)[1]) == (2, 1600, 20)
+    prompts = PromptCache()
+    prompts.insert([1] * 20, [type("Own", (cache_module._BaseCache,), {})(), computed("unknown", [1])[0]])
+    assert (len(prompts), prompts.nbytes) == (1, 100)
+
+
+def test_tokens_of_any_shape_do_not_disturb_insertions_at_the_same_time():
+    prompts, tokens = PromptCache(), list(range(40))
+    with prompts._announced(np.array([tokens]) + 1), prompts._announced(np.array([tokens[:30]])):
+        prompts.insert(np.array([tokens]), computed("dense", tokens))
+        assert prompts.fetch(np.array([[*tokens, 1]]))[1] == 40
+    assert not prompts._coming
 
 
 def test_an_unknown_class_is_logged_once(caplog):

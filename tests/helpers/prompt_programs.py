@@ -284,9 +284,12 @@ class Program:
         return self.fault_in_account()
 
     def fetched(self, tokens: list[int], namespace: bytes, spans: list[tuple[int, int, str]]) -> str:
-        caches, length = self.fetches(self.prompts.fetch, tokens, namespace, media=spans).result()
+        given = self.directives.choice([list, tuple, np.array])(tokens)
+        caches, length = self.fetches(self.prompts.fetch, given, namespace, media=spans).result()
         text = text_of(tokens, spans, namespace)
         most = self.naive.longest(text, spans)
+        if type(length) is not int:
+            return f"the length is {length!r}"
         if length > most:
             return f"{length} tokens found, only {most} were ever inserted"
         if length < most and not self.loses:
