@@ -9,10 +9,11 @@ cdef class _Memory:             # of an array, which owns nothing and so cannot 
 
 cdef enum:
     MOST_DIMENSIONS = 8
+    COMMON_ARRAYS = -1          # PlanGroup.kind: it has what is common to all layer groups
 
 
 cdef struct Bound:              # an array of the caller's, or one whose memory it shows, as it was when it was bound
-    int group                   # -1: an array that is common to all
+    int part                    # of the plan, see Plan.parts
     int field
     void* array                 # `bound_arrays` has it
     void* data
@@ -31,7 +32,9 @@ cdef class PlanGroup:           # what a plan has for one layer group; it keeps 
 
     cdef int init(self, const LayerGroup* group, int64_t rows, int64_t tokens, int64_t table_tokens,
                   int32_t bundle) except -1
-    cdef void* add(self, str name, object shape, bint writable) except NULL
+    cdef int init_common(self, int64_t rows, int64_t tokens) except -1
+    cdef void* add(self, str name, object shape, bint writable, object dtype=*) except NULL
+    cdef Field* field_of(self, str name) except NULL
     cdef bint has(self, str name) except -1
     cdef tuple whole_shape(self, str name)
     cdef int check_width(self, str name, int width) except -1
@@ -42,7 +45,8 @@ cdef class PlanGroup:           # what a plan has for one layer group; it keeps 
 cdef class Plan:
     cdef readonly Pool pool
     cdef Step step
-    cdef Field field[NUM_FIELDS]        # the arrays that are common to all layer groups
+    cdef PlanGroup common
+    cdef Field* field                   # [NUM_FIELDS] its arrays
     cdef uint8_t* served_               # [max_rows]
     cdef int64_t max_tokens_
     cdef int64_t seq_limit              # the length that no sequence may pass
@@ -52,14 +56,13 @@ cdef class Plan:
     cdef int64_t shown_tokens
     cdef int32_t rows
     cdef int64_t tokens
-    cdef dict arrays            # name -> (whole array, its memory; None: the caller's)
-    cdef dict views             # name -> (length, view)
     cdef Bound* bound           # [num_bound]
     cdef int num_bound
-    cdef list bound_arrays      # (group, field, array) of these
+    cdef list bound_arrays      # (part, field, array) of these
     cdef int64_t changes        # of the arrays: two threads may bind at a time
     cdef tuple names
     cdef tuple group_plans      # a PlanGroup for each layer group
+    cdef tuple parts            # and what is common before them
     cdef StepPart* part[MAX_GROUPS]     # theirs
     cdef object __weakref__
 
@@ -69,20 +72,15 @@ cdef class Plan:
     cdef int judge_arrays(self, Verdict* v) noexcept nogil
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1
     cdef object view(self, str name, int64_t length)
-    cdef object view_of_one(self, str name, int64_t length)
     cdef int make_groups(self) except -1
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int define(self, str name, int width, int64_t pad) except -1
-    cdef list groups_with(self, str name)
-    cdef Field* field_of(self, str name, int k) except NULL
-    cdef dict held_by(self, int k)
-    cdef tuple whole_shape(self, str name, int k)
-    cdef int own(self, str name, int k) except -1
+    cdef list owners(self, str name)
     cdef dict by_group(self, dict arrays, str call)
     cdef int refuse_shape(self, str name, int k, object shape, str call) except -1
     cdef int check_array(self, str name, int k, object array, dict held, str call) except -1
     cdef int attach(self, dict arrays, str call) except -1
     cdef int show_arrays(self, dict arrays) except -1
-    cdef int watch(self, Bound* bound, int group, int field, object array, str call) except -1
+    cdef int watch(self, Bound* bound, int part, int field, object array, str call) except -1
     cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1

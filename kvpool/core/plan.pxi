@@ -75,13 +75,15 @@ cdef list OF_A_PLAN = []            # only a plan makes its groups
 cdef class PlanGroup:
     """Arrays of a plan for one layer group, an element of `Plan.groups`; see ``docs/core.md``."""
 
+    # One more of them, which nobody else sees, has the arrays that are common to all groups.
+
     def __cinit__(self, maker=None):
         if maker is not OF_A_PLAN:
             raise TypeError("[PlanGroup] a Plan makes its groups, see plan.groups")
 
     cdef int init(self, const LayerGroup* group, int64_t rows, int64_t tokens, int64_t table_tokens,
                   int32_t bundle) except -1:
-        """The arrays that are always there; `own` makes those that were asked for."""
+        """The arrays that are always there; `define` makes those that were asked for."""
         cdef StepPart* data = &self.data
         cdef int64_t width = (table_tokens + group.block_size - 1) // group.block_size
         self.arrays, self.views = {}, {}
@@ -110,18 +112,29 @@ cdef class PlanGroup:
 
     def __dealloc__(self):
         part_free(&self.data)
-        wire_free(&self.data.wire)
 
     def __reduce__(self):
         raise TypeError("[PlanGroup] arrays of a plan cannot be pickled or copied")
 
-    cdef void* add(self, str name, object shape, bint writable) except NULL:
-        array, memory = new_array(shape, np.int32, writable)
+    cdef int init_common(self, int64_t rows, int64_t tokens) except -1:
+        self.arrays, self.views = {}, {}
+        self.kind, self.columns = COMMON_ARRAYS, 1
+        self.tokens = tokens
+        self.data.max_rows = <int32_t>rows
+        return 0
+
+    cdef void* add(self, str name, object shape, bint writable, object dtype=np.int32) except NULL:
+        array, memory = new_array(shape, dtype, writable)
         self.arrays[name] = array, memory
         return array_data(array)
 
     cdef bint has(self, str name) except -1:
+        if name in COMMON or self.kind == COMMON_ARRAYS:
+            return name in COMMON and self.kind == COMMON_ARRAYS
         return self.kind != STATE_LAYERS or name == "seq_lens"
+
+    cdef Field* field_of(self, str name) except NULL:
+        return &self.data.wire.field[<int>FIELDS.index(name)]
 
     cdef tuple whole_shape(self, str name):
         cdef object rows = self.data.max_rows
@@ -131,7 +144,9 @@ cdef class PlanGroup:
             return (rows * <object>self.data.wire.table_width,)
         if name == "slot_mapping":
             return (self.columns * <object>self.tokens,)
-        return (rows + 1 if name == "indptr" else rows,)
+        if name == "positions":
+            return (self.tokens,)
+        return (rows + 1 if name in ("indptr", "cu_q_lens") else rows,)
 
     cdef int check_width(self, str name, int width) except -1:
         if width == 8 or self.kind == STATE_LAYERS:
@@ -329,14 +344,13 @@ cdef class Plan:
             self.table_width = <int32_t>to_int(table_width, "Plan", "table_width", 1, INT32_MAX)
         if step_init(&self.step, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
-        self.views = {}
         self.bound_arrays = []
-        self.arrays = {                         # an undo relies on them, so nobody else writes them
-            "served": new_array((rows,), np.uint8, False),
-            "handles": new_array((rows,), np.int64, False),
-        }
-        self.served_ = <uint8_t*>array_data(self.arrays["served"][0])
-        self.step.handle = <int64_t*>array_data(self.arrays["handles"][0])
+        self.common = PlanGroup(OF_A_PLAN)
+        self.common.init_common(rows, self.max_tokens_)
+        self.field = self.common.data.wire.field
+        # An undo relies on them, so nobody else writes them.
+        self.served_ = <uint8_t*>self.common.add("served", (rows,), False, np.uint8)
+        self.step.handle = <int64_t*>self.common.add("handles", (rows,), False, np.int64)
         self.step.plan = <void*>self
         self.step.part = self.part
         if backend is not None:
@@ -391,21 +405,22 @@ cdef class Plan:
                 raise ValueError(f"[Plan] dtype of {name} must be int32 or int64 ({show(asked)})")
             self.define(name, 4 if code == "int32" else 8,
                         to_int(pad.get(name, pads.get(name, 0)), "Plan", f"pad of {name}", -INT32_MAX - 1, INT32_MAX))
-        for name in self.names:
-            for k in self.groups_with(name):
-                self.own(name, k)
         return self.attach(self.by_group(out, "Plan"), "Plan")
 
     cdef int define(self, str name, int width, int64_t pad) except -1:
         cdef Field* field
+        cdef PlanGroup part
         if width == 4 and name in LENGTH_FIELDS:
             self.seq_limit = min(self.seq_limit, INT32_MAX)
-        for k in self.groups_with(name):
-            if k >= 0:
-                (<PlanGroup>self.group_plans[k]).check_width(name, width)
-            field = self.field_of(name, k)
+        for k in self.owners(name):
+            part = <PlanGroup>self.parts[k]
+            part.check_width(name, width)
+            field = part.field_of(name)
             field.width = width
             field.pad = pad
+            field.data = part.add(name, part.whole_shape(name), True, DTYPES[width])
+            if pad != 0:
+                part.arrays[name][0].fill(pad)
         return 0
 
     cdef int make_groups(self) except -1:
@@ -428,6 +443,7 @@ cdef class Plan:
                       self.table_width * <int64_t>self.pool.options.block_size, self.pool.options.groups[k].blocks)
             parts.append(made)
         self.group_plans = tuple(parts)
+        self.parts = (self.common, *parts)
         self.table_blocks = INT64_MAX
         for k in range(n):                              # not before they are kept: a later one may have been refused
             self.part[k] = &(<PlanGroup>self.group_plans[k]).data
@@ -435,66 +451,39 @@ cdef class Plan:
                 self.table_blocks = min(self.table_blocks, <int64_t>self.part[k].width << group[k].scale)
         return 0
 
-    cdef list groups_with(self, str name):
-        """The groups that have an array of such a name; -1: it is common to all."""
-        if name in COMMON:
-            return [-1]
-        return [k for k in range(len(self.group_plans)) if (<PlanGroup>self.group_plans[k]).has(name)]
-
-    cdef Field* field_of(self, str name, int k) except NULL:
-        if k < 0:
-            return &self.field[<int>FIELDS.index(name)]
-        return &(<PlanGroup>self.group_plans[k]).data.wire.field[<int>FIELDS.index(name)]
-
-    cdef tuple whole_shape(self, str name, int k):
-        if k >= 0:
-            return (<PlanGroup>self.group_plans[k]).whole_shape(name)
-        if name == "positions":
-            return (self.max_tokens_,)
-        return (self.step.max_rows + 1 if name == "cu_q_lens" else self.step.max_rows,)
-
-    cdef dict held_by(self, int k):
-        """The arrays of a group, -1: those that are common."""
-        return self.arrays if k < 0 else (<PlanGroup>self.group_plans[k]).arrays
-
-    cdef int own(self, str name, int k) except -1:
-        cdef Field* field = self.field_of(name, k)
-        array, memory = new_array(self.whole_shape(name, k), DTYPES[field.width], True)
-        if field.pad != 0:
-            array.fill(field.pad)
-        self.held_by(k)[name] = array, memory
-        field.data = array_data(array)
-        return 0
+    cdef list owners(self, str name):
+        """The parts that have an array of such a name: 0 is what is common, 1 .. the layer groups."""
+        return [k for k in range(len(self.parts)) if (<PlanGroup>self.parts[k]).has(name)]
 
     cdef dict by_group(self, dict arrays, str call):
-        """Arrays of the caller by (group, name): in a pool of several groups a sequence has one for each."""
+        """Arrays of the caller by (part, name): in a pool of several groups a sequence has one for each."""
         cdef dict found = {}
         for name, given in arrays.items():
-            owners = self.groups_with(name)
+            owners = self.owners(name)
             if name in COMMON or len(self.group_plans) == 1:
                 if not owners:
                     raise ValueError(f"[{call}] {name} is not an array of a group of states")
-                given = [given]
-            elif not isinstance(given, (list, tuple)) or len(given) != len(self.group_plans):
+                found[owners[0], name] = given
+                continue
+            if not isinstance(given, (list, tuple)) or len(given) != len(self.group_plans):
                 raise TypeError(f"[{call}] {name} must be a sequence of {len(self.group_plans)} arrays, one for each "
                                 f"layer group, None where the plan keeps its own")
-            else:
-                for k, array in enumerate(given):
-                    if array is not None and k not in owners:
-                        raise ValueError(f"[{call}] {name}[{k}] is an array, layer group {k} has none of that name")
-                given = [array for k, array in enumerate(given) if k in owners]
-            found.update({(k, name): array for k, array in zip(owners, given) if array is not None
-                          or len(self.group_plans) == 1 or name in COMMON})
+            for k, array in enumerate(given):
+                if array is not None and k + 1 not in owners:
+                    raise ValueError(f"[{call}] {name}[{k}] is an array, layer group {k} has none of that name")
+                if array is not None:
+                    found[k + 1, name] = array
         return found
 
     cdef int refuse_shape(self, str name, int k, object shape, str call) except -1:
-        if shape != self.whole_shape(name, k):
-            raise ValueError(f"[{call}] {name} has shape {shape}, it must be {self.whole_shape(name, k)}")
+        due = (<PlanGroup>self.parts[k]).whole_shape(name)
+        if shape != due:
+            raise ValueError(f"[{call}] {name} has shape {shape}, it must be {due}")
         return 0
 
     cdef int check_array(self, str name, int k, object array, dict held, str call) except -1:
         """All that can be wrong with a caller's array; `held` has the arrays it must not overlap."""
-        cdef int width = self.field_of(name, k).width
+        cdef int width = (<PlanGroup>self.parts[k]).field_of(name).width
         if not isinstance(array, np.ndarray):
             raise TypeError(f"[{call}] {name} must be an ndarray, not {type(array).__name__}")
         if array.dtype.kind != "i" or array.dtype.itemsize != width:
@@ -510,7 +499,7 @@ cdef class Plan:
         return 0
 
     cdef int attach(self, dict arrays, str call) except -1:
-        """Bind the caller's arrays, given by (group, name), all or none; what rows hold is forgotten."""
+        """Bind the caller's arrays, given by (part, name), all or none; what rows hold is forgotten."""
         cdef Bound* bound = NULL
         cdef void* data[(MAX_GROUPS + 1) * NUM_FIELDS]
         cdef int at
@@ -524,8 +513,8 @@ cdef class Plan:
             while status == RETRY:
                 with critical_section(self):
                     seen, kept = self.changes, self.bound_arrays
-                held = {(k, name): array for k in range(-1, len(self.group_plans))
-                        for name, array in self.held_by(k).copy().items()}
+                held = {(k, name): array for k in range(len(self.parts))
+                        for name, array in (<PlanGroup>self.parts[k]).arrays.copy().items()}
                 held.update({key: (array, None) for key, array in arrays.items()})
                 kept = [entry for entry in kept if (entry[0], FIELDS[entry[1]]) not in arrays]
                 for (k, name), array in arrays.items():
@@ -540,7 +529,7 @@ cdef class Plan:
                 num_bound = 0
                 for k, field, owner in kept:
                     self.watch(&bound[num_bound], k, field, owner, call)
-                    at = (<int>k + 1) * NUM_FIELDS + <int>field
+                    at = <int>k * NUM_FIELDS + <int>field
                     if (k, FIELDS[field]) in arrays and data[at] == NULL:       # the array itself, as it is now
                         data[at] = bound[num_bound].data
                         shape = ()
@@ -548,7 +537,7 @@ cdef class Plan:
                             shape += (bound[num_bound].shape[d],)
                         self.refuse_shape(FIELDS[field], k, shape, call)
                     num_bound += 1
-                shown = {k: {} for k in range(-1, len(self.group_plans))}
+                shown = {k: {} for k in range(len(self.parts))}
                 for (k, name), array in held.items():
                     shown[k][name] = array
                 with critical_section(self):
@@ -566,21 +555,19 @@ cdef class Plan:
         return 0
 
     cdef int show_arrays(self, dict arrays) except -1:
-        """What attributes show from now on: the common arrays at -1, those of each group at its number. Locked."""
+        """What attributes show from now on, by part."""
         cdef PlanGroup part
-        cdef int k
-        self.arrays, self.views = arrays[-1], {}
-        for k in range(len(self.group_plans)):
-            part = <PlanGroup>self.group_plans[k]
+        for k in range(len(self.parts)):
+            part = <PlanGroup>self.parts[k]
             with critical_section(part):
                 part.arrays, part.views = arrays[k], {}
         return 0
 
-    cdef int watch(self, Bound* bound, int group, int field, object array, str call) except -1:
+    cdef int watch(self, Bound* bound, int part, int field, object array, str call) except -1:
         cdef Py_buffer view
         cdef int d
         PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
-        bound.group = group
+        bound.part = part
         bound.field = field
         bound.array = <void*>array
         bound.data = view.buf
@@ -606,7 +593,7 @@ cdef class Plan:
             return RETRY
         self.changes = self.changes + 1
         for j in range(self.pool.state.groups.num_groups + 1):
-            field = &self.part[j - 1].wire.field[0] if j else &self.field[0]
+            field = &self.part[j - 1].wire.field[0] if j else self.field
             for k in range(NUM_FIELDS):
                 if data[j * NUM_FIELDS + k] != NULL:
                     field[k].data = data[j * NUM_FIELDS + k]
@@ -614,7 +601,7 @@ cdef class Plan:
                 wire_forget(&self.part[j - 1].wire, self.step.max_rows, data[j * NUM_FIELDS + BLOCK_TABLES] != NULL)
         for k in range(num_bound):              # what stays bound is where it was when it was bound
             for j in range(self.num_bound):
-                if (data[(bound[0][k].group + 1) * NUM_FIELDS + bound[0][k].field] == NULL
+                if (data[bound[0][k].part * NUM_FIELDS + bound[0][k].field] == NULL
                         and old[j].array == bound[0][k].array):
                     bound[0][k] = old[j]
         self.bound = bound[0]
@@ -699,24 +686,12 @@ cdef class Plan:
     # -- what the last step filled
 
     cdef object view(self, str name, int64_t length):
-        """The first `length` entries of an array that is common; the same object as long as the length stays."""
-        cdef dict arrays, views
-        with critical_section(self):            # another thread may exchange them
-            arrays, views = self.arrays, self.views
-        cached = views.get(name)
-        if cached is not None and <int64_t>cached[0] == length:
-            return cached[1]
-        if name not in arrays:
-            raise AttributeError(f"[Plan] {name} was not asked for, this plan fills {', '.join(self.names)}")
-        shown = arrays[name][0][:length]
-        views[name] = (length, shown)
-        return shown
-
-    cdef object view_of_one(self, str name, int64_t length):
-        """An array of the only layer group, without columns if it has one."""
-        cdef PlanGroup part = <PlanGroup>self.group_plans[0]
-        if len(self.group_plans) > 1:
-            raise ValueError(f"[Plan] {name} differs between layer groups, see plan.groups")
+        """An array that is common, or of the only layer group, without columns if it has one."""
+        cdef PlanGroup part = self.common
+        if name not in part.arrays and name not in COMMON:
+            if len(self.group_plans) > 1:
+                raise ValueError(f"[Plan] {name} differs between layer groups, see plan.groups")
+            part = <PlanGroup>self.group_plans[0]
         if name not in part.arrays:
             raise AttributeError(f"[Plan] {name} was not asked for, this plan fills {', '.join(self.names)}")
         return part.view(name, length, True)
@@ -759,27 +734,27 @@ cdef class Plan:
     @property
     def copies(self):
         """int32 ``[K, 3]``: (src_block, dst_block, num_tokens), to be made before any write of this plan."""
-        return self.view_of_one("copies", self.part[0].num_copies)
+        return self.view("copies", self.part[0].num_copies)
 
     @property
     def dirty_rows(self):
         """int32 ``[D]``, ascending: rows of `block_tables` that this step changed."""
-        return self.view_of_one("dirty_rows", self.part[0].wire.num_dirty)
+        return self.view("dirty_rows", self.part[0].wire.num_dirty)
 
     @property
     def block_tables(self):
         """``[S, W]``: block ids of each sequence in order, padded; ``[S, W, columns]`` if there are several."""
-        return self.view_of_one("block_tables", self.shown_rows)
+        return self.view("block_tables", self.shown_rows)
 
     @property
     def seq_lens(self):
         """``[S]``: tokens of each row after the step that have a slot."""
-        return self.view_of_one("seq_lens", self.shown_rows)
+        return self.view("seq_lens", self.shown_rows)
 
     @property
     def slot_mapping(self):
         """``[T]``: slot (block * block_size + offset) of each new token; ``[columns, T]`` if there are several."""
-        return self.view_of_one("slot_mapping", self.shown_tokens)
+        return self.view("slot_mapping", self.shown_tokens)
 
     @property
     def positions(self):
@@ -794,17 +769,17 @@ cdef class Plan:
     @property
     def indptr(self):
         """``[S + 1]``: where each row starts in `indices`."""
-        return self.view_of_one("indptr", self.shown_rows + 1)
+        return self.view("indptr", self.shown_rows + 1)
 
     @property
     def indices(self):
         """``[nnz]``: filled blocks of all rows, one after another."""
-        return self.view_of_one("indices", self.part[0].wire.nnz)
+        return self.view("indices", self.part[0].wire.nnz)
 
     @property
     def last_page_len(self):
         """``[S]``: tokens in the last filled block, 1 .. block_size; 0 for an empty sequence."""
-        return self.view_of_one("last_page_len", self.shown_rows)
+        return self.view("last_page_len", self.shown_rows)
 
     @property
     def slot_ids(self):
