@@ -47,10 +47,10 @@ cdef int pool_unshare(State* pool, Plan plan, int64_t group, const Ints* rows, c
     if status != OK:
         return status
     limits_of(pool, plan, 0, &limits)
-    seqs_new_stamp(&pool.seqs)
-    status = step_check_unshare(pool.groups, &plan.step, <int32_t>group, rows, lengths, first, &limits, v)
+    status = step_check_unshare(pool.groups, &plan.step, <int32_t>group, rows, lengths, first, &limits,
+                                pool.next_step, v)
     if status != OK:
-        step_undo_check(pool.groups, &plan.step)
+        step_undo_check(pool.groups, &plan.step, <const int64_t*>rows.data, False)
         return status
     carry_out(pool, plan, <const int64_t*>rows.data, False, 0, 0)
     return OK

@@ -7,15 +7,14 @@ cdef inline int64_t blocks_for(const Groups* gs, int64_t tokens) noexcept nogil:
     return (tokens + size - 1) // size * gs.unit
 
 
-cdef void tail_refresh(const Groups* gs, LayerGroup* g, int32_t slot) noexcept nogil:
-    """Recompute where the next token of a row goes, as far as no step has to look."""
-    cdef const Seq* q = &gs.seqs.seq[slot]
+cdef void tail_refresh(const Groups* gs, LayerGroup* g, int32_t slot, int64_t position) noexcept nogil:
+    """Recompute where the token at a position of a row goes, the next one, as far as no step has to look."""
     cdef Tail* t = tail_of(g, slot)
-    cdef int64_t held, index, room = q.num_blocks * gs.block_size - q.num_tokens
+    cdef int64_t held, index, room = gs.seqs.seq[slot].num_blocks * gs.block_size - position
     t.next_slot = t.stop_slot = 0
     if g.kind == STATE_LAYERS or room <= 0:
         return
-    held = held_of(g, slot, q.num_tokens)
+    held = held_of(g, slot, position)
     index = entry_at(g, held)
     t.block = group_row(g, slot)[index * g.columns]
     t.next_slot = (t.block - index) * g.block_size + held
@@ -25,7 +24,17 @@ cdef void tail_refresh(const Groups* gs, LayerGroup* g, int32_t slot) noexcept n
 cdef void tails_refresh(Groups* gs, int32_t slot) noexcept nogil:
     cdef int32_t k
     for k in range(gs.num_groups):
-        tail_refresh(gs, &gs.group[k], slot)
+        tail_refresh(gs, &gs.group[k], slot, gs.seqs.seq[slot].num_tokens)
+
+
+cdef void set_size(Groups* gs, int32_t slot, int64_t blocks, int64_t length) noexcept nogil:
+    """A sequence has room for so many blocks of the pool, and so many tokens; its tables have it already."""
+    cdef Seq* q = &gs.seqs.seq[slot]
+    gs.seqs.sum_blocks += blocks - q.num_blocks
+    gs.seqs.sum_tokens += length - q.num_tokens
+    q.num_blocks = <int32_t>blocks
+    q.num_tokens = length
+    tails_refresh(gs, slot)
 
 
 cdef inline void new_version(LayerGroup* g, int32_t slot) noexcept nogil:
@@ -72,6 +81,7 @@ cdef int part_init(StepPart* part, int32_t max_rows) noexcept nogil:
     part.log.room = 16
     part.log.entry = <Replaced*>xcalloc(part.log.room, sizeof(Replaced))
     if part.change == NULL or part.slot == NULL or part.stale == NULL or part.log.entry == NULL:
+        part_free(part)
         return NO_MEMORY
     return OK
 
@@ -81,10 +91,12 @@ cdef void part_free(StepPart* part) noexcept nogil:
     xfree(part.slot)
     xfree(part.stale)
     xfree(part.log.entry)
+    wire_free(&part.wire)
     part.change = NULL
     part.slot = NULL
     part.stale = NULL
     part.log.entry = NULL
+    part.max_rows = 0
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------
@@ -149,9 +161,7 @@ cdef int groups_open(Groups* gs, const Ints* tokens, bint reserve, bint load, bi
         g = &gs.group[k]
         row_begin(g, slot)
         blocks_take_many(g.blocks, group_row(g, slot), entries_of(g, slot, blocks) * g.columns)
-    s.seq[slot].num_blocks = <int32_t>blocks
-    s.sum_blocks += blocks
-    tails_refresh(gs, slot)
+    set_size(gs, slot, blocks, 0)
     gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_OPEN), taken), untagged(s, s.seq[slot].handle))
     if load:
         seq_begin_load(s, slot)
@@ -185,7 +195,7 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             memcpy(group_row(g, child), group_row(g, parent), <size_t>entries * g.columns * sizeof(int32_t))
             g.seq[child] = g.seq[parent]
             if i == 0:
-                tail_refresh(gs, g, child)
+                tail_refresh(gs, g, child, p.num_tokens)
             else:
                 tail_of(g, child)[0] = tail_of(g, slot_of(children[0]))[0]
             tail_of(g, child).epoch = 0
@@ -204,22 +214,17 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
 
 cdef void groups_empty(Groups* gs, int32_t slot) noexcept nogil:
     """Release every entry of a sequence that was loaded in vain, as if it had been opened without blocks."""
-    cdef Seq* q = &gs.seqs.seq[slot]
     cdef LayerGroup* g
     cdef int32_t k
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        group_unref(g, slot, 0, entries_of(g, slot, q.num_blocks))
+        group_unref(g, slot, 0, entries_of(g, slot, gs.seqs.seq[slot].num_blocks))
         if g.kind == STATE_LAYERS:
             g.table[slot] = NO_BLOCK
         tail_of(g, slot).epoch += 1
         set_gone(g, slot, 0)
         new_version(g, slot)
-    gs.seqs.sum_blocks -= q.num_blocks
-    gs.seqs.sum_tokens -= q.num_tokens
-    q.num_blocks = 0
-    q.num_tokens = 0
-    tails_refresh(gs, slot)
+    set_size(gs, slot, 0, 0)
 
 
 cdef void groups_close(Groups* gs, int32_t slot) noexcept nogil:
@@ -269,8 +274,7 @@ cdef int groups_judge_length(const Groups* gs, Py_ssize_t row, int32_t slot, int
 
 
 cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
-    cdef Seqs* s = gs.seqs
-    cdef Seq* q = &s.seq[slot]
+    cdef const Seq* q = &gs.seqs.seq[slot]
     cdef LayerGroup* g
     cdef int64_t blocks = blocks_for(gs, length)
     cdef int32_t k, keep, entries
@@ -286,12 +290,8 @@ cdef void groups_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nog
             new_version(g, slot)
         if keep <= g.kept:
             set_gone(g, slot, 0)
-    s.sum_blocks -= q.num_blocks - blocks
-    s.sum_tokens -= q.num_tokens - length
-    q.num_blocks = <int32_t>blocks
-    q.num_tokens = length
-    tails_refresh(gs, slot)
-    gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_TRUNCATE), untagged(s, q.handle)), length)
+    set_size(gs, slot, blocks, length)
+    gs.arena[0].digest = mix(mix(mix(gs.arena[0].digest, OP_TRUNCATE), untagged(gs.seqs, q.handle)), length)
 
 
 # ---- tokens leave a sequence that goes on ------------------------------------------------------------------
@@ -309,7 +309,7 @@ cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n) noexce
     g.seq[slot].evicted += n
     tail_of(g, slot).epoch += 1
     new_version(g, slot)
-    tail_refresh(gs, g, slot)
+    tail_refresh(gs, g, slot, s.seq[slot].num_tokens)
 
 
 cdef void groups_compact(Groups* gs, int32_t group, int32_t slot, int64_t length) noexcept nogil:

@@ -238,7 +238,6 @@ cdef class Pool:
                 raise MemoryError(f"[Pool] no memory for tables of group {k}: {s.max_seqs} rows of {width} ids")
         gs.most_blocks = blocks_for(gs, tokens)
         gs.longest = INT32_MAX * gs.block_size
-        s.table, s.width = gs.group[0].table, gs.group[0].width
         return 0
 
     cdef int init_tree(self, tuple groups) except -1:

@@ -206,11 +206,7 @@ cdef void tree_begin(Groups* gs, int32_t slot, const Ints* tokens, const Hit* hi
                 open_group(gs, k, slot, hit)
         else:
             take_entries(g, slot, hit.nodes // t.span[k], entries_of(g, slot, blocks), tokens.size if load else 0)
-    s.seq[slot].num_blocks = <int32_t>blocks
-    s.seq[slot].num_tokens = hit.nodes * gs.block_size
-    tails_refresh(gs, slot)
-    s.sum_blocks += blocks
-    s.sum_tokens += s.seq[slot].num_tokens
+    set_size(gs, slot, blocks, hit.nodes * gs.block_size)
 
 
 # ---- rows --------------------------------------------------------------------------------------------------

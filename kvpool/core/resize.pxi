@@ -192,7 +192,7 @@ cdef void tables_move(Groups* gs, int32_t arena, int32_t end) noexcept nogil:
             if changed:
                 tail_of(g, slot).epoch += 1
                 new_version(g, slot)
-                tail_refresh(gs, g, slot)
+                tail_refresh(gs, g, slot, gs.seqs.seq[slot].num_tokens)
 
 
 cdef inline bint has_columns(const Groups* gs, int32_t role) noexcept nogil:

@@ -80,8 +80,6 @@ cdef struct Seqs:
     SeqPrefix* prefix           # [max_seqs], NULL without a prefix cache
     Names* names                # of the prefix cache
     int32_t* partial            # [max_seqs, block_size] committed tokens of a block that is not full yet
-    int32_t* table              # of the first layer group
-    int64_t width               # ids from a row of it to the next
     int32_t* free_slot          # [max_seqs] ring of free slots, oldest first
     void* memory                # what seq was cut from, to give it cache-line alignment
     int32_t max_seqs
@@ -105,10 +103,6 @@ cdef inline int32_t slot_of(int64_t handle) noexcept nogil:
     return <int32_t>(handle & (MAX_SEQS - 1))
 
 
-cdef inline int32_t* seq_table(const Seqs* s, int32_t slot) noexcept nogil:
-    return s.table + slot * s.width
-
-
 cdef inline int32_t seq_find(const Seqs* s, int64_t handle) noexcept nogil:
     """Slot of a live handle, -1 if it is stale, foreign or negative."""
     cdef int32_t slot = slot_of(handle)
@@ -120,7 +114,4 @@ cdef inline bint seq_has_blocks(const Seqs* s, int32_t slot) noexcept nogil:
     return s.life[slot].life == OPEN or s.life[slot].life == LOADING
 
 
-cdef int32_t seq_judge(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
 cdef int32_t seq_judge_any(const Seqs* s, int64_t handle, Py_ssize_t row, Verdict* v) noexcept nogil
-cdef void seq_leave_name(const Seqs* s, int32_t slot) noexcept nogil
-cdef int32_t seq_new(Seqs* s) noexcept nogil

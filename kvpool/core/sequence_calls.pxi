@@ -120,9 +120,7 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
     elif has_tree(pool):
         groups_loaded(pool.groups, slot, length)
     elif length:
-        s.sum_tokens += length - q.num_tokens
-        q.num_tokens = length
-        tails_refresh(pool.groups, slot)
+        set_size(pool.groups, slot, q.num_blocks, length)
     return OK
 
 

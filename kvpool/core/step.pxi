@@ -11,12 +11,12 @@ with a hold on the old block. An `Event` is a row that did more than put one tok
 
 Why it is so:
 
-- A row is steady if it has one token and needs no copy; it may take a block. `step_steady` serves a
-  batch of such rows in one pass: it moves lengths and tails as it goes, and puts them back if a
-  row is not steady, or if blocks are missing. Then, as for every other batch, there are two passes.
+- A row is steady if it has one token and needs no copy; it may take a block. `step_steady` judges a
+  batch of such rows group by group, `step_check` every other batch, row by row.
 - The check moves reference counts, holds and floors as if the rows had been served in order, because
   what a row may write depends on what the rows before it released. It takes no block. So a refusal
-  undoes the log, and the commit cannot fail.
+  undoes the log, and the commit cannot fail. `step_steady` moves lengths and tails, too, as it goes,
+  and puts them back if a row is not steady, or if blocks are missing.
 - The log of the check is the log of the rollback. It has the ids that were replaced alone: appended
   ones stand in `Change.appended`, and what a window lets go of, when a step passes, is in neither.
   `old_floor` undoes a check, which ends in reverse order at once. A step ends when others are
@@ -201,9 +201,9 @@ cdef inline void raise_floors(const Log* log, Blocks* b) noexcept nogil:
 
 # ---- rows that are steady ----------------------------------------------------------------------------------
 
-cdef inline bint other_columns_own(const LayerGroup* g, int32_t slot, int64_t index) noexcept nogil:
-    """`is_own` of all columns of an entry but the first."""
-    cdef const int32_t* ids = group_row(g, slot) + index * g.columns
+cdef inline bint other_columns_own(const LayerGroup* g, int32_t slot, int64_t position) noexcept nogil:
+    """`is_own` of all columns but the first of the entry of a position."""
+    cdef const int32_t* ids = group_row(g, slot) + entry_at(g, held_of(g, slot, position)) * g.columns
     cdef int32_t c
     for c in range(1, g.columns):
         if not is_own(&g.blocks.block[ids[c]]):
@@ -214,7 +214,7 @@ cdef inline bint other_columns_own(const LayerGroup* g, int32_t slot, int64_t in
 cdef inline bint fits_in_tail(const LayerGroup* g, const Tail* t, int32_t slot, int64_t position) noexcept nogil:
     """Whether the token at a position goes into the tail of a row, and nobody else refers to that."""
     return t.next_slot < t.stop_slot and is_own(&g.blocks.block[t.block]) and (
-        g.columns == 1 or other_columns_own(g, slot, entry_at(g, held_of(g, slot, position))))
+        g.columns == 1 or other_columns_own(g, slot, position))
 
 
 cdef int64_t left_by_all(const Groups* gs, int32_t slot) noexcept nogil:
@@ -244,15 +244,13 @@ cdef bint within(const Groups* gs, const Step* p, const Seq* q, const Limits* li
 
 cdef inline bint is_exact(const Groups* gs, const Limits* limits) noexcept nogil:
     """Whether a row may pass a limit while there is room in its last block."""
-    return (gs.seqs.evicted_tokens != 0 or limits.length < gs.most_blocks * gs.block_size
-            or limits.seq_tokens != gs.most_blocks * gs.block_size)
+    cdef int64_t most = gs.most_blocks * gs.block_size
+    return gs.seqs.evicted_tokens != 0 or limits.length < most or limits.seq_tokens < most
 
 
 cdef inline bint is_narrow(const Groups* gs, const Limits* limits) noexcept nogil:
     """Whether a row that has room in its tables may be past a limit."""
-    cdef int64_t most = gs.most_blocks * gs.block_size
-    return (gs.seqs.evicted_tokens != 0 or limits.table_blocks < gs.most_blocks or limits.seq_tokens < most
-            or limits.length < most)
+    return is_exact(gs, limits) or limits.table_blocks < gs.most_blocks
 
 
 cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t n) noexcept nogil:
@@ -266,70 +264,57 @@ cdef inline Py_ssize_t run_of_ones(const Ints* num_new, Py_ssize_t i, Py_ssize_t
 
 # ---- pass 1: check -----------------------------------------------------------------------------------------
 
-cdef inline bint has_slot(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
-    cdef int32_t k
-    for k in range(gs.num_groups):
-        if gs.group[k].kind == STATE_LAYERS and needed[gs.group[k].arena] >= available[gs.group[k].arena]:
-            return False
-    return True
+cdef inline void note_change(StepPart* part, int32_t row, int32_t replaced, int32_t appended) noexcept nogil:
+    cdef Change* change = &part.change[part.num_changes]
+    change.row = row
+    change.replaced = replaced
+    change.appended = appended
+    part.num_changes += 1
 
 
-cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot, int64_t* needed) noexcept nogil:
+cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot) noexcept nogil:
     cdef LayerGroup* g
-    cdef StepPart* part
-    cdef Change* change
     cdef int32_t k
     for k in range(gs.num_groups):
         g = &gs.group[k]
-        part = p.part[k]
         if g.kind == STATE_LAYERS:
-            change = &part.change[part.num_changes]
-            change.row = row
-            change.replaced = 1
-            change.appended = 0
-            if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 0) != OK:
+            if log_replacement(&p.part[k].log, g.blocks, row, 0, g.table[slot], 0) != OK:
                 return NO_MEMORY
-            part.num_changes += 1
-            needed[g.arena] += 1
+            note_change(p.part[k], row, 1, 0)
+            gs.needed[g.arena] += 1
     return OK
 
 
-cdef int32_t check_in_tails(Groups* gs, const Step* p, const int64_t* handle, int32_t first, int32_t end,
-                            const Limits* limits, int64_t* needed, const int64_t* available) noexcept nogil:
-    """Return the first row from `first` on that does more than put a token into its own tails, and move its states.
-
-    Mark those before it. -1: no memory.
-    """
+cdef int check_in_tails(Groups* gs, Step* p, const int64_t* handle, int32_t end, const Limits* limits,
+                        int64_t step_id) noexcept nogil:
+    """Judge the rows before `end` that do no more than put a token into their own tails, and move their states."""
     cdef Seq* seq = gs.seqs.seq
-    cdef uint32_t stamp = gs.seqs.stamp
-    cdef int32_t k, slot, max_seqs = gs.seqs.max_seqs, num_groups = gs.num_groups
+    cdef int32_t i, k, slot, max_seqs = gs.seqs.max_seqs, num_groups = gs.num_groups
     cdef bint moves = gs.has_states and gs.pends, narrow = is_narrow(gs, limits)
     cdef const LayerGroup* g
     cdef Seq* q
-    while first < end:
-        slot = slot_of(handle[first])
+    for i in range(p.num_rows, end):
+        slot = slot_of(handle[i])
         if slot >= max_seqs:
-            return first
+            return OK
         q = &seq[slot]
-        if q.handle != handle[first] or q.mark == stamp or (narrow and not within(gs, p, q, limits)):
-            return first
+        if q.handle != handle[i] or q.last_step == step_id or (narrow and not within(gs, p, q, limits)):
+            return OK
         for k in range(num_groups):
             g = &gs.group[k]
             if g.kind != STATE_LAYERS:
                 if not fits_in_tail(g, tail_of(g, slot), slot, q.num_tokens):
-                    return first
-            elif q.num_tokens == 0 or not (moves or is_own(&g.blocks.block[g.table[slot]])):
-                return first
-        if moves:
-            if q.num_tokens == q.num_blocks * gs.block_size or not has_slot(gs, needed, available):
-                return first
-            if move_states(gs, p, first, slot, needed) != OK:
-                return -1
-        elif gs.has_states and q.num_tokens == q.num_blocks * gs.block_size:
-            return first
-        q.mark = stamp
-        first += 1
-    return first
+                    return OK
+            elif (q.num_tokens == 0 or q.num_tokens == q.num_blocks * gs.block_size
+                  or not (gs.needed[g.arena] < blocks_available(g.blocks) if moves
+                          else is_own(&g.blocks.block[g.table[slot]]))):
+                return OK
+        if moves and move_states(gs, p, i, slot) != OK:
+            return NO_MEMORY
+        p.prev_step[i] = q.last_step
+        q.last_step = step_id
+        p.num_rows = i + 1
+    return OK
 
 
 cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, StepPart* part, const Seq* q, int32_t row, int64_t new,
@@ -338,41 +323,45 @@ cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, StepPart* part, con
 
     `blocks` of the pool are what the sequence has room for then. -1: no memory.
     """
-    cdef Change* change = &part.change[part.num_changes]
-    cdef int32_t slot = slot_of(q.handle)
+    cdef int32_t slot = slot_of(q.handle), replaced = 0, appended = 0
     cdef int64_t index, entries, held
-    change.row = row
-    change.replaced = change.appended = 0
     if g.kind != STATE_LAYERS:
         held = held_of(g, slot, q.num_tokens)
         index = entry_at(g, held)
         entries = entries_of(g, slot, q.num_blocks)
-        change.replaced = note_copies(&part.log, g.blocks, row, group_row(g, slot), g.columns, index,
-                                     min(entry_at(g, held + new + g.block_size - 1), entries),
-                                     held - index * g.block_size)
-        change.appended = <int32_t>(entries_of(g, slot, blocks) - entries) * g.columns
+        replaced = note_copies(&part.log, g.blocks, row, group_row(g, slot), g.columns, index,
+                               min(entry_at(g, held + new + g.block_size - 1), entries), held - index * g.block_size)
+        appended = <int32_t>(entries_of(g, slot, blocks) - entries) * g.columns
     elif not advance:
         return 0
     elif g.table[slot] == NO_BLOCK:
-        change.appended = 1
+        appended = 1
     elif gs.pends or not is_own(&g.blocks.block[g.table[slot]]):
-        change.replaced = 1
-        if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 0) != OK:
-            return -1
-    if change.replaced < 0:
+        replaced = 1 if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 0) == OK else -1
+    if replaced < 0:
         return -1
-    part.num_changes += change.replaced + change.appended != 0
-    return change.replaced + change.appended
+    if replaced + appended:
+        note_change(part, row, replaced, appended)
+    return replaced + appended
 
 
-cdef int check_row(Groups* gs, Step* p, int32_t row, int32_t slot, int64_t new, const Limits* limits, bint advance,
-                   int64_t* needed, Verdict* v) noexcept nogil:
-    """Judge a row that may do more than a steady one. Its event and its changes record what will happen to it."""
-    cdef const Seq* q = &gs.seqs.seq[slot]
+cdef int32_t judge_handle(const Seqs* s, int64_t handle, int32_t row, int64_t step_id, Verdict* v) noexcept nogil:
+    """Slot of a row that is open, and that the step has not had yet; else -1."""
+    cdef int32_t slot = seq_judge(s, handle, row, v)
+    if slot >= 0 and s.seq[slot].last_step == step_id:
+        refused(v, DUPLICATE_HANDLE, row, handle, 0, 0, 0)
+        return -1
+    return slot
+
+
+cdef int check_row(Groups* gs, Step* p, int32_t slot, int64_t new, const Limits* limits, bint advance, int64_t step_id,
+                   Verdict* v) noexcept nogil:
+    """Judge the next row, which may do more than a steady one. Its event and changes say what will happen to it."""
+    cdef Seq* q = &gs.seqs.seq[slot]
     cdef Event* event = &p.event[p.num_events]
     cdef LayerGroup* g
     cdef int64_t entries, blocks = q.num_blocks, held = q.num_tokens - left_by_all(gs, slot)
-    cdef int32_t k, ids
+    cdef int32_t k, ids, row = p.num_rows
     event.row = row
     event.q_len = event.appended = 0
     event.served = 1
@@ -389,26 +378,29 @@ cdef int check_row(Groups* gs, Step* p, int32_t row, int32_t slot, int64_t new, 
         ids = check_in_group(gs, g, p.part[k], q, row, new, blocks, advance) if new else 0
         if ids < 0:
             return refused(v, NO_MEMORY, row, p.part[k].log.room, 0, 0, 0)
-        needed[g.arena] += ids
+        gs.needed[g.arena] += ids
         if g.kind != STATE_LAYERS:
             entries = entries_of(g, slot, blocks)
             if entries > p.part[k].width:
                 return refused(v, TABLE_TOO_WIDE, row, entries, 0, p.part[k].width, 0)
     event.appended = <int32_t>(blocks - q.num_blocks)
     p.num_events += 1
+    p.num_rows += 1
+    p.prev_step[row] = q.last_step
+    q.last_step = step_id
     return OK
 
 
-cdef inline int short_arena(const Groups* gs, const int64_t* needed, const int64_t* available) noexcept nogil:
-    """The lowest arena that is short, or -1."""
-    cdef int k
+cdef inline int32_t short_arena(const Groups* gs) noexcept nogil:
+    """The lowest arena that has not the blocks that the rows so far need, or -1."""
+    cdef int32_t k
     for k in range(gs.num_arenas):
-        if needed[k] > available[k]:
+        if gs.needed[k] > blocks_available(gs.arena[k]):
             return k
     return -1
 
 
-cdef void skip_row(Groups* gs, Step* p, int64_t* needed) noexcept nogil:
+cdef void skip_row(Groups* gs, Step* p) noexcept nogil:
     """The last row that was checked gets nothing, in no group."""
     cdef Event* event = &p.event[p.num_events - 1]
     cdef StepPart* part
@@ -418,58 +410,48 @@ cdef void skip_row(Groups* gs, Step* p, int64_t* needed) noexcept nogil:
     event.q_len = event.appended = 0
     for k in range(gs.num_groups):
         part = p.part[k]
-        if part.num_changes == 0:
-            continue
-        change = &part.change[part.num_changes - 1]
-        if change.row == event.row:
-            needed[gs.group[k].arena] -= change.replaced + change.appended
-            log_undo(&part.log, gs.group[k].blocks, part.log.size - change.replaced)
+        if part.num_changes and part.change[part.num_changes - 1].row == event.row:
             part.num_changes -= 1
+            change = &part.change[part.num_changes]
+            gs.needed[gs.group[k].arena] -= change.replaced + change.appended
+            log_undo(&part.log, gs.group[k].blocks, part.log.size - change.replaced)
 
 
-cdef inline void begin_check(Groups* gs, Step* p, int32_t rows) noexcept nogil:
+cdef inline void begin_check(Groups* gs, Step* p) noexcept nogil:
     cdef StepPart* part
     cdef int32_t k
     for k in range(gs.num_groups):
         part = p.part[k]
         part.num_changes = part.num_stale = part.log.size = 0
-    p.num_rows = rows
+    memset(gs.needed, 0, sizeof(gs.needed))
+    p.num_rows = 0
     p.num_events = 0
     p.num_tokens = 0
 
 
 cdef int step_check(Groups* gs, Step* p, const Ints* handles, const Ints* num_new, const Limits* limits, bint advance,
-                    bint partial, Verdict* v) noexcept nogil:
+                    bint partial, int64_t step_id, Verdict* v) noexcept nogil:
     """Judge a batch in all groups, and note what it will do. Unless it returns OK the caller must `step_undo_check`."""
-    cdef Seqs* s = gs.seqs
     cdef const int64_t* handle = <const int64_t*>handles.data
-    cdef int64_t[MAX_ARENAS] available, needed
     cdef int64_t new, asked = 0, unserved = 0
-    cdef int32_t i = 0, k, slot, ones = 0, steady, rows = <int32_t>handles.size, short_row = -1, arena = -1, lacking
+    cdef int32_t i = 0, slot, ones = 0, end, rows = <int32_t>handles.size, short_row = -1, arena = -1, lacking
     cdef int status
-    memset(needed, 0, sizeof(needed))
-    for k in range(gs.num_arenas):
-        available[k] = blocks_available(gs.arena[k])
-    begin_check(gs, p, rows)
+    begin_check(gs, p)
     while i < rows:
         if advance:
             ones = <int32_t>run_of_ones(num_new, max(i, ones), rows)
-            steady = <int32_t>min(<int64_t>ones, i + min(limits.max_tokens - asked, <int64_t>rows))
-            steady = check_in_tails(gs, p, handle, i, steady, limits, needed, available)
-            if steady < 0:
+            end = <int32_t>min(<int64_t>ones, i + min(limits.max_tokens - asked, <int64_t>rows))
+            if check_in_tails(gs, p, handle, end, limits, step_id) != OK:
                 return refused(v, NO_MEMORY, i, rows, 0, 0, 0)
-            asked += steady - i
-            i = steady
+            asked += p.num_rows - i
+            i = p.num_rows
             if i == rows:
                 break
-        slot = seq_judge(s, handle[i], i, v)
+        slot = judge_handle(gs.seqs, handle[i], i, step_id, v)
         if slot < 0:
             return v.reason
-        if s.seq[slot].mark == s.stamp:
-            return refused(v, DUPLICATE_HANDLE, i, handle[i], 0, 0, 0)
-        s.seq[slot].mark = s.stamp
         new = ints_at(num_new, i)
-        status = check_row(gs, p, i, slot, new, limits, advance, needed, v)
+        status = check_row(gs, p, slot, new, limits, advance, step_id, v)
         if status != OK:
             return status
         if advance:
@@ -477,27 +459,32 @@ cdef int step_check(Groups* gs, Step* p, const Ints* handles, const Ints* num_ne
                 return refused(v, TOO_MANY_TOKENS, i, asked + new, 0, limits.max_tokens, 0)
             asked += new
             p.event[p.num_events - 1].q_len = <int32_t>new
-        lacking = short_arena(gs, needed, available)
+        lacking = short_arena(gs)
         if lacking >= 0 and short_row < 0:
             short_row = i
             arena = lacking
         if lacking >= 0 and partial:
-            skip_row(gs, p, needed)
+            skip_row(gs, p)
             unserved += new
         i += 1
     p.num_tokens = asked - unserved
-    memcpy(gs.needed, needed, sizeof(needed))
     if short_row >= 0 and not partial:
-        blocks_short(gs.arena[arena], v, arena, short_row, handle[short_row], needed[arena],
-                     needed[arena] - available[arena])
-        return v.reason
+        return blocks_short(gs.arena[arena], v, arena, short_row, handle[short_row], gs.needed[arena],
+                            gs.needed[arena] - blocks_available(gs.arena[arena]))
     return OK
 
 
-cdef void step_undo_check(Groups* gs, const Step* p) noexcept nogil:
-    cdef int32_t k
+cdef void step_undo_check(Groups* gs, const Step* p, const int64_t* handle, bint served) noexcept nogil:
+    """Put back what was noted of the rows that were judged. `served`: each has got its token already."""
+    cdef int32_t i, k, slot
     for k in range(gs.num_groups):
         log_undo(&p.part[k].log, gs.group[k].blocks, 0)
+    for i in range(p.num_rows):
+        slot = slot_of(handle[i])
+        gs.seqs.seq[slot].last_step = p.prev_step[i]
+        if served:
+            gs.seqs.seq[slot].num_tokens -= 1
+            tails_refresh(gs, slot)
 
 
 cdef int64_t group_rewritten(const LayerGroup* g, int32_t slot, int64_t held, int64_t first, int64_t length,
@@ -519,13 +506,11 @@ cdef int64_t group_rewritten(const LayerGroup* g, int32_t slot, int64_t held, in
 cdef int check_unshare_row(Groups* gs, LayerGroup* g, StepPart* part, int32_t row, int32_t slot, int64_t first,
                            int64_t length, Verdict* v) noexcept nogil:
     """Note the entries of a row that compaction to `length` tokens rewrites and must not."""
-    cdef Change* change = &part.change[part.num_changes]
     cdef const int32_t* ids = group_row(g, slot)
     cdef int64_t held = held_of(g, slot, gs.seqs.seq[slot].num_tokens), place, index, k
+    cdef int32_t replaced = 0
     if not 0 <= length <= held:
         return refused(v, BAD_LENGTH, row, length, 0, held, 0)
-    change.row = row
-    change.replaced = change.appended = 0
     place = group_rewritten(g, slot, held, first, length, 0)
     while place >= 0:
         index = place // g.columns
@@ -533,32 +518,25 @@ cdef int check_unshare_row(Groups* gs, LayerGroup* g, StepPart* part, int32_t ro
             if log_replacement(&part.log, g.blocks, row, <int32_t>k, ids[k],
                                <int32_t>min(g.block_size, held - index * g.block_size)) != OK:
                 return refused(v, NO_MEMORY, row, part.log.room, 0, 0, 0)
-        change.replaced += g.columns
+        replaced += g.columns
         place = group_rewritten(g, slot, held, first, length, index + 1)
-    part.num_changes += change.replaced != 0
+    if replaced:
+        note_change(part, row, replaced, 0)
     return OK
 
 
 cdef int step_check_unshare(Groups* gs, Step* p, int32_t group, const Ints* handles, const Ints* lens, int64_t first,
-                            const Limits* limits, Verdict* v) noexcept nogil:
+                            const Limits* limits, int64_t step_id, Verdict* v) noexcept nogil:
     """Judge a batch that gets blocks of its own in a group. Unless it returns OK: `step_undo_check`."""
-    cdef Seqs* s = gs.seqs
     cdef LayerGroup* g = &gs.group[group]
     cdef StepPart* one = p.part[group]
-    cdef int64_t[MAX_ARENAS] needed
     cdef int64_t available = blocks_available(g.blocks)
     cdef int32_t i, slot, short_row = -1
-    memset(needed, 0, sizeof(needed))
-    begin_check(gs, p, <int32_t>handles.size)
-    for i in range(p.num_rows):
-        slot = seq_judge(s, ints_at(handles, i), i, v)
-        if slot < 0:
-            return v.reason
-        if s.seq[slot].mark == s.stamp:
-            return refused(v, DUPLICATE_HANDLE, i, s.seq[slot].handle, 0, 0, 0)
-        s.seq[slot].mark = s.stamp
-        if (check_unshare_row(gs, g, one, i, slot, first, ints_at(lens, i), v) != OK
-                or check_row(gs, p, i, slot, 0, limits, False, needed, v) != OK):
+    begin_check(gs, p)
+    for i in range(<int32_t>handles.size):
+        slot = judge_handle(gs.seqs, ints_at(handles, i), i, step_id, v)
+        if (slot < 0 or check_unshare_row(gs, g, one, i, slot, first, ints_at(lens, i), v) != OK
+                or check_row(gs, p, slot, 0, limits, False, step_id, v) != OK):
             return v.reason
         if one.log.size > available and short_row < 0:
             short_row = i
@@ -568,18 +546,11 @@ cdef int step_check_unshare(Groups* gs, Step* p, int32_t group, const Ints* hand
     if one.log.size > one.copies_room:
         v.value = one.log.size
         return RETRY
-    memset(gs.needed, 0, sizeof(gs.needed))
     gs.needed[g.arena] = one.log.size
     return OK
 
 
 # ---- pass 2: commit ----------------------------------------------------------------------------------------
-
-cdef inline void note_changed(StepPart* part, int32_t row) noexcept nogil:
-    """The plan shows another table than the row has now."""
-    part.stale[part.num_stale] = row
-    part.num_stale += 1
-
 
 cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
     """Take the blocks of all rows in one group: in a row replacements by ascending index, then the new entries."""
@@ -594,34 +565,43 @@ cdef void commit_group(Groups* gs, LayerGroup* g, StepPart* part, const Step* p)
         change = &part.change[i]
         slot = slot_of(p.handle[change.row])
         ids = group_row(g, slot)
-        part.num_copies = replace_ids(log, change.replaced, b, ids, p.id if gs.pends else 0, part.copies,
-                                      part.num_copies, &digest)
         if change.replaced:
+            part.num_copies = replace_ids(log, change.replaced, b, ids, p.id if gs.pends else 0, part.copies,
+                                          part.num_copies, &digest)
+            log += change.replaced
             tail_of(g, slot).epoch += 1
-        log += change.replaced
-        ids += <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns
-        blocks_take_many(b, ids, change.appended)
+        if g.kind != STATE_LAYERS:
+            ids += <int64_t>entries_of(g, slot, gs.seqs.seq[slot].num_blocks) * g.columns - change.appended
+        if change.appended:
+            blocks_take_many(b, ids, change.appended)
         for k in range(change.appended):
             digest = mix(digest, ids[k])
         new_version(g, slot)
     gs.arena[0].digest = digest
 
 
-cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handles, int32_t first,
-                       int32_t end) noexcept nogil:
-    cdef const uint64_t* seen = part.wire.seen
+cdef inline void note_changed(StepPart* part, int32_t row) noexcept nogil:
+    """The plan shows another table than the row has, or gets in this step."""
+    part.stale[part.num_stale] = row
+    part.num_stale += 1
+
+
+cdef inline void put_in_tail(StepPart* part, Tail* t, int32_t row) noexcept nogil:
+    part.slot[row] = t.next_slot
+    t.next_slot += 1
+    if seldom(part.wire.seen[row] != t.version):
+        note_changed(part, row)
+
+
+cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handle, int32_t first, int32_t end) noexcept nogil:
     cdef int32_t i
-    cdef Tail* t
     for i in range(first, end):
-        t = tail_of(g, slot_of(handles[i]))
-        part.slot[i] = t.next_slot
-        t.next_slot += 1
-        if seen[i] != t.version:
-            note_changed(part, i)
+        put_in_tail(part, tail_of(g, slot_of(handle[i])), i)
 
 
-cdef void commit_simple(Groups* gs, Step* p, int32_t first, int32_t end) noexcept nogil:
-    cdef Seqs* s = gs.seqs
+cdef void commit_simple(Groups* gs, const Step* p, int32_t first, int32_t end) noexcept nogil:
+    """Serve rows that put a token into their tails."""
+    cdef const Seqs* s = gs.seqs
     cdef uint64_t digest = gs.arena[0].digest
     cdef int32_t i, k
     cdef Seq* q
@@ -631,8 +611,6 @@ cdef void commit_simple(Groups* gs, Step* p, int32_t first, int32_t end) noexcep
         q = &s.seq[slot_of(p.handle[i])]
         q.num_tokens += 1
         p.length[i] = q.num_tokens
-        p.prev_step[i] = q.last_step
-        q.last_step = p.id
         digest = mix(digest, <uint64_t>untagged(s, p.handle[i]) ^ (<uint64_t>q.num_tokens << 20))
     gs.arena[0].digest = digest
     for k in range(gs.num_groups):
@@ -640,61 +618,65 @@ cdef void commit_simple(Groups* gs, Step* p, int32_t first, int32_t end) noexcep
             commit_tails(&gs.group[k], p.part[k], p.handle, first, end)
 
 
-cdef inline int64_t last_slot(const LayerGroup* g, int32_t slot, int64_t num_tokens) noexcept nogil:
-    """Where the last token of a row is, in the first column; -1: nowhere."""
-    cdef int64_t position = held_of(g, slot, num_tokens) - 1, index = entry_at(g, position)
-    if position < 0:
-        return -1
-    return (group_row(g, slot)[index * g.columns] - index) * g.block_size + position
+cdef void enter_tail(const Groups* gs, LayerGroup* g, StepPart* part, const Step* p, const Event* event,
+                     bint steady) noexcept nogil:
+    """The tail of a row that did more, whose blocks are taken and whose length has moved."""
+    cdef int32_t slot = slot_of(p.handle[event.row])
+    cdef int64_t length = p.length[event.row]
+    cdef bint served = event.q_len > 0
+    cdef Tail* t = tail_of(g, slot)
+    if g.kind == STATE_LAYERS:
+        return
+    tail_refresh(gs, g, slot, length - served)
+    part.slot[event.row] = t.next_slot
+    t.next_slot += served
+    if steady:                              # it was noted by `begin_entry`
+        return
+    if t.next_slot == t.stop_slot:          # there may be room in the entry behind
+        tail_refresh(gs, g, slot, length)
+    if part.wire.seen[event.row] != t.version:
+        note_changed(part, event.row)
 
 
-cdef void commit_event(Groups* gs, Step* p, const Event* event) noexcept nogil:
-    """The lengths and tails of a row that did more, whose blocks are taken."""
-    cdef Seqs* s = gs.seqs
-    cdef int32_t i = event.row, k, slot = slot_of(p.handle[i])
-    cdef Seq* q = &s.seq[slot]
-    cdef StepPart* part
-    q.num_blocks += event.appended
-    q.num_tokens += event.q_len
-    s.sum_blocks += event.appended
-    p.length[i] = q.num_tokens
-    p.prev_step[i] = q.last_step
-    q.last_step = p.id
-    for k in range(gs.num_groups):
-        part = p.part[k]
-        tail_refresh(gs, &gs.group[k], slot)
-        if gs.group[k].kind != STATE_LAYERS:
-            part.slot[i] = last_slot(&gs.group[k], slot, q.num_tokens)
-            if part.wire.seen[i] != tail_of(&gs.group[k], slot).version:
-                note_changed(part, i)
+cdef inline void begin_commit(Groups* gs, const Step* p) noexcept nogil:
+    """Make room for the blocks that rows need, and say that they have them."""
+    cdef int32_t k
+    for k in range(gs.num_arenas if gs.tree != NULL else 0):
+        tree_make_room(gs, k, gs.needed[k])
+    for k in range(p.num_events):
+        gs.seqs.seq[slot_of(p.handle[p.event[k].row])].num_blocks += p.event[k].appended
+        gs.seqs.sum_blocks += p.event[k].appended
 
 
 cdef void step_commit(Groups* gs, Step* p, const int64_t* handles, bint advance) noexcept nogil:
-    cdef Seqs* s = gs.seqs
     cdef Blocks* b = gs.arena[0]
     cdef const Event* event
-    cdef int32_t k, done = 0
+    cdef int32_t i, k, done = 0
+    cdef Seq* q
     p.uniform = advance
     b.digest = mix(mix(b.digest, OP_STEP if advance else OP_RESERVE), p.num_rows)
     memmove(p.handle, handles, p.num_rows * sizeof(int64_t))    # the batch may be a part of the plan's own array
     p.mixed_rows = NO_BATCH
     if gs.tree != NULL:
         tree_loads(gs, p, advance)
-        for k in range(gs.num_arenas):
-            tree_make_room(gs, k, gs.needed[k])
+    begin_commit(gs, p)
     for k in range(gs.num_groups):
         commit_group(gs, &gs.group[k], p.part[k], p)
-    for k in range(p.num_events):
-        event = &p.event[k]
+    for i in range(p.num_events):
+        event = &p.event[i]
         commit_simple(gs, p, done, event.row)
         done = event.row + 1
-        commit_event(gs, p, event)
+        q = &gs.seqs.seq[slot_of(p.handle[event.row])]
+        q.num_tokens += event.q_len
+        p.length[event.row] = q.num_tokens
+        for k in range(gs.num_groups):
+            enter_tail(gs, &gs.group[k], p.part[k], p, event, False)
         p.uniform &= event.q_len == 1
         if event.q_len != 1:
             b.digest = mix(b.digest, (<uint64_t>event.q_len << 1) | event.served)
-        b.digest = mix(b.digest, <uint64_t>untagged(s, p.handle[event.row]) ^ (<uint64_t>p.length[event.row] << 20))
+        b.digest = mix(b.digest, <uint64_t>untagged(gs.seqs, q.handle) ^ (<uint64_t>q.num_tokens << 20))
     commit_simple(gs, p, done, p.num_rows)
-    s.sum_tokens += p.num_tokens
+    gs.seqs.sum_tokens += p.num_tokens
     if gs.tree != NULL and advance:
         tree_saves(gs, p)
 
@@ -706,58 +688,41 @@ cdef inline bint grows_by_one(const Groups* gs, const LayerGroup* g) noexcept no
     return gs.unit == 1 and g.scale == 0 and g.columns == 1 and gs.seqs.evicted_tokens == 0
 
 
-cdef inline int32_t append_to(const LayerGroup* g, StepPart* part, int32_t slot, int32_t row, int32_t entries,
-                              int32_t n) noexcept nogil:
-    """Note that a row gets n entries behind those that it has; returns how many ids."""
-    cdef Change* change = &part.change[part.num_changes]
-    change.row = row
-    change.replaced = 0
-    change.appended = n * g.columns
-    part.num_changes += 1
+cdef inline void append_to(Groups* gs, const LayerGroup* g, StepPart* part, int32_t slot, int32_t row, int32_t entries,
+                           int32_t n) noexcept nogil:
+    """Note that a row gets n entries behind those that it has."""
+    note_change(part, row, 0, n * g.columns)
+    note_changed(part, row)
+    gs.needed[g.arena] += n * g.columns
     kv_prefetch(group_row(g, slot) + <int64_t>entries * g.columns)
-    return change.appended
 
 
-cdef int32_t begin_entry(const Groups* gs, const LayerGroup* g, StepPart* part, int32_t slot, int32_t row,
-                         int64_t position) noexcept nogil:
-    """A row gets room for `unit` blocks more: the ids that it appends in a group, -1: it is not steady there."""
+cdef bint begin_entry(Groups* gs, const LayerGroup* g, StepPart* part, int32_t slot, int32_t row,
+                      int64_t position) noexcept nogil:
+    """A row gets room for `unit` blocks more: what it appends in a group. False: it is not steady there."""
     cdef const Seq* q = &gs.seqs.seq[slot]
     cdef int32_t entries = entries_of(g, slot, q.num_blocks), more = entries_of(g, slot, q.num_blocks + gs.unit)
     cdef int64_t index = entry_at(g, held_of(g, slot, position))
     if more > part.width:
-        return -1
+        return False
     if index < entries:                         # a block of several of the pool's: there is room in it
-        if not (is_own(&g.blocks.block[group_row(g, slot)[index * g.columns]]) and other_columns_own(g, slot, index)):
-            return -1
-    return append_to(g, part, slot, row, entries, more - entries) if more > entries else 0
+        if not is_own(&g.blocks.block[group_row(g, slot)[index * g.columns]]):
+            return False
+        if not other_columns_own(g, slot, position):
+            return False
+    if more > entries:
+        append_to(gs, g, part, slot, row, entries, more - entries)
+    elif part.wire.seen[row] != tail_of(g, slot).version:
+        note_changed(part, row)
+    return True
 
 
-cdef int32_t begin_blocks(Groups* gs, Step* p, int32_t slot, int32_t row, const Limits* limits) noexcept nogil:
-    """Note that a row whose tables are full gets room for more; the ids of the first group, -1: it is not steady."""
-    cdef const Seq* q = &gs.seqs.seq[slot]
-    cdef int32_t ids
-    if q.num_tokens != q.num_blocks * gs.block_size or not within(gs, p, q, limits):
-        return -1
-    ids = begin_entry(gs, &gs.group[0], p.part[0], slot, row, q.num_tokens)
-    if ids >= 0:
-        note_begun(p, row, gs.unit)
-    return ids
-
-
-cdef inline void note_begun(Step* p, int32_t row, int32_t blocks) noexcept nogil:
-    cdef Event* event = &p.event[p.num_events]
-    event.row = row
-    event.q_len = event.served = 1
-    event.appended = blocks
-    p.num_events += 1
-
-
-cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
-                                   int64_t step_id) noexcept nogil:
+cdef Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
+                            int64_t step_id) noexcept nogil:
     """Serve one token to each row in the first group, up to the first row that is not steady: its number is returned.
 
     This loop is the whole cost of a steady step of one group: it touches every sequence once, and all it reads is in
-    locals. A row that comes twice shows by its step. Of several columns the first is looked at.
+    locals. A row that comes twice shows by its step.
     """
     cdef Seqs* s = gs.seqs
     cdef Seq* seq = s.seq
@@ -769,12 +734,13 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
     cdef int64_t* lengths = p.length
     cdef int64_t* prev = p.prev_step
     cdef int64_t max_seqs = s.max_seqs
-    cdef bint exact = is_exact(gs, limits), by_one = grows_by_one(gs, g) and not exact
+    cdef bint exact = is_exact(gs, limits), narrow = is_narrow(gs, limits), wide = g.columns > 1, looked = exact or wide
+    cdef bint by_one = grows_by_one(gs, g) and not exact
     cdef int64_t most = min(<int64_t>part.width, gs.most_blocks), bs = gs.block_size
     cdef const Block* tail
     cdef int64_t row, slot, length
-    cdef int32_t ids
     cdef Py_ssize_t i
+    cdef Event* event
     cdef Seq* q
     for i in range(n):
         row = handle[i]
@@ -788,24 +754,28 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
             tail = &block[q.lead.block]
             if (tail.refcount ^ 1) | tail.hold | tail.committed:
                 break
-            if seldom(exact) and not within(gs, p, q, limits):
-                break
-            if seldom(seen[i] != q.lead.version):       # what the plan shows was within its limits
-                if not within(gs, p, q, limits):
+            if seldom(looked or seen[i] != q.lead.version):     # what the plan shows was within its limits
+                if narrow and not within(gs, p, q, limits):
                     break
-                note_changed(part, <int32_t>i)
+                if wide and not other_columns_own(g, <int32_t>slot, q.num_tokens):
+                    break
+                if seen[i] != q.lead.version:
+                    note_changed(part, <int32_t>i)
             slots[i] = q.lead.next_slot
             q.lead.next_slot += 1
         else:
-            if by_one and q.num_blocks < most and q.num_tokens == q.num_blocks * bs:
-                ids = append_to(g, part, <int32_t>slot, <int32_t>i, q.num_blocks, 1)
-                note_begun(p, <int32_t>i, 1)
-            else:
-                ids = begin_blocks(gs, p, <int32_t>slot, <int32_t>i, limits)
-            if ids < 0:
+            if q.num_tokens != q.num_blocks * bs:
                 break
-            if ids > 0 or seen[i] != q.lead.version:
-                note_changed(part, <int32_t>i)
+            if by_one and q.num_blocks < most:
+                append_to(gs, g, part, <int32_t>slot, <int32_t>i, q.num_blocks, 1)
+            elif not (within(gs, p, q, limits)
+                      and begin_entry(gs, g, part, <int32_t>slot, <int32_t>i, q.num_tokens)):
+                break
+            event = &p.event[p.num_events]
+            event.row = <int32_t>i
+            event.q_len = event.served = 1
+            event.appended = gs.unit
+            p.num_events += 1
         length = q.num_tokens + 1
         q.num_tokens = length
         lengths[i] = length
@@ -816,63 +786,49 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
     return i
 
 
-cdef bint steady_columns(Groups* gs, const Step* p, const int64_t* handle, int32_t n) noexcept nogil:
-    """Whether the same rows are steady in the other columns of the first group."""
-    cdef const LayerGroup* g = &gs.group[0]
-    cdef int32_t i, slot, at = 0
-    for i in range(n):
-        slot = slot_of(handle[i])
-        if at < p.num_events and p.event[at].row == i:
-            at += 1                             # `begin_entry` has looked at them
-        elif not other_columns_own(g, slot, entry_at(g, held_of(g, slot, p.length[i] - 1))):
-            return False
-    return True
-
-
-cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* handle, int32_t n) noexcept nogil:
+cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* handle) noexcept nogil:
     """The same rows in group `k`, behind the first: whether all are steady there."""
     cdef LayerGroup* g = &gs.group[k]
     cdef StepPart* part = p.part[k]
-    cdef const uint64_t* seen = part.wire.seen
     cdef const Block* block = g.blocks.block
-    cdef Tail* tails = g.tails
-    cdef int64_t* slots = part.slot
-    cdef bint one_column = g.columns == 1
-    cdef int32_t i, slot, ids, at = 0, begins = p.event[0].row if p.num_events else -1
-    cdef const Block* tail
+    cdef bint wide = g.columns > 1
+    cdef int32_t i, slot, at = 0, begins = p.event[0].row if p.num_events else -1
     cdef Tail* t
-    for i in range(n):
+    for i in range(p.num_rows):
         slot = slot_of(handle[i])
-        t = &tails[slot]
-        if i == begins:
+        t = tail_of(g, slot)
+        if seldom(i == begins):
+            if not begin_entry(gs, g, part, slot, i, p.length[i] - 1):
+                return False
             at += 1
             begins = p.event[at].row if at < p.num_events else -1
-            ids = begin_entry(gs, g, part, slot, i, p.length[i] - 1)
-            if ids < 0:
-                return False
-            if ids or seen[i] != t.version:
-                note_changed(part, i)
             continue
-        tail = &block[t.block]
-        if t.next_slot >= t.stop_slot or not is_own(tail):
+        if t.next_slot >= t.stop_slot or not is_own(&block[t.block]):
             return False
-        if not one_column and not other_columns_own(g, slot, entry_at(g, held_of(g, slot, p.length[i] - 1))):
+        if seldom(wide) and not other_columns_own(g, slot, p.length[i] - 1):
             return False
-        slots[i] = t.next_slot
-        t.next_slot += 1
-        if seldom(seen[i] != t.version):
-            note_changed(part, i)
+        put_in_tail(part, t, i)
     return True
 
 
-cdef void undo_steady(Groups* gs, const Step* p, const int64_t* handle, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    cdef int32_t slot
-    for i in range(n):
-        slot = slot_of(handle[i])
-        gs.seqs.seq[slot].num_tokens -= 1
-        gs.seqs.seq[slot].last_step = p.prev_step[i]
-        tails_refresh(gs, slot)
+cdef void take_begun(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
+    """`commit_group` and `enter_tail` for rows that each append one id in a group that grows by one."""
+    cdef uint64_t digest = gs.arena[0].digest
+    cdef int32_t i, row, slot
+    cdef Tail* t
+    for i in range(p.num_events):
+        row = p.event[i].row
+        slot = slot_of(p.handle[row])
+        t = tail_of(g, slot)
+        t.block = blocks_take(g.blocks)
+        group_row(g, slot)[gs.seqs.seq[slot].num_blocks - 1] = t.block
+        digest = mix(digest, t.block)
+        new_version(g, slot)
+        part.slot[row] = t.block * g.block_size
+        t.next_slot = part.slot[row] + 1
+        t.stop_slot = part.slot[row] + g.block_size
+    part.num_copies = 0
+    gs.arena[0].digest = digest
 
 
 cdef void keep_handles(const Seqs* s, Step* p, const int64_t* handle, int32_t n) noexcept nogil:
@@ -891,90 +847,30 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
                       int64_t step_id) noexcept nogil:
     """Serve a batch in one pass, if every row is steady and the blocks are there. If not, all is as it was."""
     cdef const int64_t* handle = <const int64_t*>handles.data
-    cdef Seqs* s = gs.seqs
-    cdef Py_ssize_t served, n = handles.size
-    cdef int32_t k = 1
+    cdef Py_ssize_t n = handles.size
+    cdef int32_t i, k = 1
     if gs.has_states or n > limits.max_tokens or run_of_ones(num_new, 0, n) != n:
         return False
-    begin_check(gs, p, <int32_t>n)
-    served = steady_rows(gs, p, handle, n, limits, step_id)
-    if gs.group[0].columns > 1 and not steady_columns(gs, p, handle, <int32_t>served):
-        k = MAX_GROUPS + 1
-    while served == n and k < gs.num_groups and steady_tails(gs, p, k, handle, <int32_t>n):
+    begin_check(gs, p)
+    p.num_rows = <int32_t>steady_rows(gs, p, handle, n, limits, step_id)
+    while p.num_rows == n and k < gs.num_groups and steady_tails(gs, p, k, handle):
         k += 1
-    if served < n or k != gs.num_groups or (p.num_events and not all_have(gs, p)):
-        undo_steady(gs, p, handle, served)
+    if p.num_rows < n or k < gs.num_groups or short_arena(gs) >= 0:
+        step_undo_check(gs, p, handle, True)
         return False
-    keep_handles(s, p, handle, <int32_t>n)
-    for k in range(gs.num_groups):
-        p.part[k].num_copies = 0
+    keep_handles(gs.seqs, p, handle, <int32_t>n)
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_STEP), p.mixed)
     p.num_tokens = n
     p.uniform = True
-    s.sum_tokens += n
-    if p.num_events:
-        for k in range(gs.num_arenas if gs.tree != NULL else 0):
-            tree_make_room(gs, k, gs.needed[k])
-        s.sum_blocks += p.num_events * <int64_t>gs.unit
-        for k in range(gs.num_groups):
-            take_begun(gs, &gs.group[k], p.part[k], p)
-    return True
-
-
-cdef void take_begun(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
-    """Take the blocks that rows have begun in a group, in their order, and put their tokens there."""
-    cdef uint64_t digest = gs.arena[0].digest
-    cdef bint leads = g == &gs.group[0], by_one = grows_by_one(gs, g)
-    cdef int64_t held, index
-    cdef int32_t i, k, row, slot, n, at = 0
-    cdef int32_t* ids
-    cdef Tail* t
-    cdef Seq* q
-    for i in range(p.num_events):
-        row = p.event[i].row
-        slot = slot_of(p.handle[row])
-        t = tail_of(g, slot)
-        q = &gs.seqs.seq[slot]
-        if leads:
-            q.num_blocks += p.event[i].appended
-        if by_one:
-            ids = group_row(g, slot) + (q.num_blocks - 1)
-            ids[0] = t.block = blocks_take(g.blocks)
-            digest = mix(digest, ids[0])
-            new_version(g, slot)
-            part.slot[row] = ids[0] * g.block_size
-            t.next_slot = part.slot[row] + 1
-            t.stop_slot = part.slot[row] + g.block_size
-            continue
-        if at < part.num_changes and part.change[at].row == row:
-            n = part.change[at].appended
-            at += 1
-            ids = group_row(g, slot) + entries_of(g, slot, q.num_blocks) * <int64_t>g.columns - n
-            blocks_take_many(g.blocks, ids, n)
-            for k in range(n):
-                digest = mix(digest, ids[k])
-            new_version(g, slot)
-        held = held_of(g, slot, p.length[row] - 1)
-        index = entry_at(g, held)
-        t.block = group_row(g, slot)[index * g.columns]
-        part.slot[row] = (t.block - index) * g.block_size + held
-        t.next_slot = part.slot[row] + 1
-        t.stop_slot = part.slot[row] + min((index + 1) * g.block_size - held,
-                                           q.num_blocks * gs.block_size - p.length[row] + 1)
-    gs.arena[0].digest = digest
-
-
-cdef bint all_have(Groups* gs, const Step* p) noexcept nogil:
-    """Whether every arena has the blocks that rows begin: `needed`."""
-    cdef int32_t i, k
-    for k in range(gs.num_arenas):
-        gs.needed[k] = 0
+    gs.seqs.sum_tokens += n
+    begin_commit(gs, p)
     for k in range(gs.num_groups):
-        for i in range(p.part[k].num_changes):
-            gs.needed[gs.group[k].arena] += p.part[k].change[i].appended
-    for k in range(gs.num_arenas):
-        if gs.needed[k] > blocks_available(gs.arena[k]):
-            return False
+        if grows_by_one(gs, &gs.group[k]):
+            take_begun(gs, &gs.group[k], p.part[k], p)
+            continue
+        commit_group(gs, &gs.group[k], p.part[k], p)
+        for i in range(p.num_events):
+            enter_tail(gs, &gs.group[k], p.part[k], p, &p.event[i], True)
     return True
 
 
@@ -1045,13 +941,10 @@ cdef void make_holes(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil
 
 cdef void let_go(Groups* gs, LayerGroup* g, const Step* p) noexcept nogil:
     """Let go of what no later query of the rows of a step reads in a window or chunk."""
-    cdef int64_t first = g.phase, mask = 0 if gs.seqs.num_late else g.period - 1
-    cdef int32_t i, at = 0, looked = p.event[0].row if p.num_events else -1
+    cdef int64_t first = g.phase, mask = g.period - 1 if p.uniform and gs.seqs.num_late == 0 else 0
+    cdef int32_t i
     for i in range(p.num_rows):
-        if i == looked:
-            at += 1
-            looked = p.event[at].row if at < p.num_events else -1
-        elif (p.length[i] - first) & mask:
+        if (p.length[i] - first) & mask:
             continue
         if p.length[i] >= g.seq[slot_of(p.handle[i])].due and seq_find(gs.seqs, p.handle[i]) >= 0:
             make_holes(g, slot_of(p.handle[i]), p.length[i])
@@ -1125,11 +1018,7 @@ cdef void rollback_group(LayerGroup* g, const StepPart* part, const Step* p, con
 cdef void step_rollback(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
     """Undo the newest step, which is off the list already: the last group first."""
     cdef Seqs* s = gs.seqs
-    cdef const Event* event
-    cdef Event plain
-    cdef int32_t i, k, slot, at = 0
-    plain.q_len = 1
-    plain.appended = 0
+    cdef int32_t i, k, slot, q_len, appended, at = 0
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_ROLLBACK), p.num_rows)
     if gs.tree != NULL:
         tree_undo(gs, p)
@@ -1137,17 +1026,17 @@ cdef void step_rollback(Groups* gs, const Pending* pending, const Step* p) noexc
     for k in range(gs.num_arenas):
         blocks_lower_fences(gs.arena[k])
     for i in range(p.num_rows):
-        event = &plain
+        q_len, appended = 1, 0
         if at < p.num_events and p.event[at].row == i:
-            event = &p.event[at]
+            q_len, appended = p.event[at].q_len, p.event[at].appended
             at += 1
         slot = seq_find(s, p.handle[i])
         if slot >= 0:
             s.seq[slot].last_step = p.prev_step[i]
-            s.seq[slot].num_tokens -= event.q_len
-            s.seq[slot].num_blocks -= event.appended
-            s.sum_tokens -= event.q_len
-            s.sum_blocks -= event.appended
+            s.seq[slot].num_tokens -= q_len
+            s.seq[slot].num_blocks -= appended
+            s.sum_tokens -= q_len
+            s.sum_blocks -= appended
     for k in range(gs.num_groups - 1, -1, -1):
         rollback_group(&gs.group[k], p.part[k], p, s)
         wire_forget(&p.part[k].wire, p.num_rows, False)

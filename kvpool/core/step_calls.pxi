@@ -61,10 +61,9 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
         begin_step(pool, p)
         show_step(pool, plan, pad_rows, max(pad_tokens, <int64_t>0), True)
         return OK
-    seqs_new_stamp(&pool.seqs)
-    status = step_check(pool.groups, p, rows, new, &limits, advance, partial, v)
+    status = step_check(pool.groups, p, rows, new, &limits, advance, partial, pool.next_step, v)
     if status != OK:
-        step_undo_check(pool.groups, p)
+        step_undo_check(pool.groups, p, <const int64_t*>rows.data, False)
         return status
     carry_out(pool, plan, <const int64_t*>rows.data, advance, pad_rows, max(pad_tokens, <int64_t>0))
     return OK
@@ -82,10 +81,7 @@ cdef int room_for_dry_run(State* pool, int32_t rows, Verdict* v) noexcept nogil:
         gs.scratch[k].width = INT32_MAX
         if rows > gs.scratch[k].max_rows:
             part_free(&gs.scratch[k])
-            gs.scratch[k].max_rows = 0
             if part_init(&gs.scratch[k], rows) != OK:
-                part_free(&gs.scratch[k])
-                gs.scratch[k].max_rows = 0
                 return refused(v, NO_MEMORY, -1, rows, 0, 0, 0)
     pool.scratch.part = gs.dry
     return OK
@@ -107,9 +103,8 @@ cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept
     limits.max_tokens = limits.table_blocks = INT64_MAX
     limits.seq_tokens = pool.groups.seq_tokens
     limits.length = pool.groups.longest
-    seqs_new_stamp(&pool.seqs)
-    status = step_check(pool.groups, &pool.scratch, rows, new, &limits, True, False, v)
-    step_undo_check(pool.groups, &pool.scratch)
+    status = step_check(pool.groups, &pool.scratch, rows, new, &limits, True, False, pool.next_step, v)
+    step_undo_check(pool.groups, &pool.scratch, <const int64_t*>rows.data, False)
     return status
 
 
