@@ -91,7 +91,6 @@ cdef void part_free(StepPart* part) noexcept nogil:
     xfree(part.slot)
     xfree(part.stale)
     xfree(part.log.entry)
-    wire_free(&part.wire)
     part.change = NULL
     part.slot = NULL
     part.stale = NULL
