@@ -38,28 +38,38 @@ cdef void blocks_free(Blocks* b) noexcept nogil:
 
 # ---- lists -------------------------------------------------------------------------------------------------
 
-cdef inline int32_t* next_of(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
-    """The link to the block behind i; NO_BLOCK stands in front of the oldest one, and behind the newest."""
-    return &chain.head if i == NO_BLOCK else &b.block[i].next
+cdef void chain_push(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
+    b.block[i].next = NO_BLOCK
+    b.block[i].prev = chain.tail
+    if chain.tail == NO_BLOCK:
+        chain.head = i
+    else:
+        b.block[chain.tail].next = i
+    chain.tail = i
+    chain.size += 1
 
 
-cdef inline int32_t* prev_of(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
-    return &chain.tail if i == NO_BLOCK else &b.block[i].prev
-
-
-cdef inline void chain_put(Blocks* b, Chain* chain, int32_t i, int32_t prev) noexcept nogil:
-    """Put block i behind `prev`."""
-    cdef int32_t next = next_of(b, chain, prev)[0]
-    b.block[i].next = next
-    b.block[i].prev = prev
-    next_of(b, chain, prev)[0] = prev_of(b, chain, next)[0] = i
+cdef void chain_push_front(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
+    b.block[i].prev = NO_BLOCK
+    b.block[i].next = chain.head
+    if chain.head == NO_BLOCK:
+        chain.tail = i
+    else:
+        b.block[chain.head].prev = i
+    chain.head = i
     chain.size += 1
 
 
 cdef void chain_unlink(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
     cdef const Block* block = &b.block[i]
-    next_of(b, chain, block.prev)[0] = block.next
-    prev_of(b, chain, block.next)[0] = block.prev
+    if block.prev == NO_BLOCK:
+        chain.head = block.next
+    else:
+        b.block[block.prev].next = block.next
+    if block.next == NO_BLOCK:
+        chain.tail = block.prev
+    else:
+        b.block[block.next].prev = block.prev
     chain.size -= 1
 
 
@@ -167,7 +177,7 @@ cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
     if b.newest_pending:
         b.block[i].place = LIMBO
         b.block[i].fence = b.newest_pending
-        chain_put(b, &b.limbo, i, b.limbo.tail)
+        chain_push(b, &b.limbo, i)
     else:
         settle(b, i)
 
@@ -176,7 +186,7 @@ cdef inline void settle(Blocks* b, int32_t i) noexcept nogil:
     if b.block[i].committed:
         b.block[i].place = EVICTABLE
         b.block[i].fence = 0
-        chain_put(b, &b.lru, i, b.lru.tail)
+        chain_push(b, &b.lru, i)
         b.num_evictable += 1
     else:
         b.block[i].place = BLANK
@@ -189,13 +199,14 @@ cdef void blocks_settle(Blocks* b, int32_t i) noexcept nogil:
         leave_use(b, i)
 
 
-cdef inline void blocks_unref(Blocks* b, int32_t i) noexcept nogil:
+cdef inline void unref(Blocks* b, int32_t i) noexcept nogil:
     cdef Block* block = &b.block[i]
     block.refcount -= 1
-    if block.refcount == 1:
+    if block.refcount == 0:
+        if block.hold == 0:
+            leave_use(b, i)
+    elif block.refcount == 1:
         b.num_shared -= 1
-    elif block.refcount == 0 and block.hold == 0:
-        leave_use(b, i)
 
 
 cdef inline void ref(Blocks* b, int32_t i) noexcept nogil:
@@ -213,11 +224,15 @@ cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t time
     b.num_shared += shared
 
 
+cdef void blocks_unref(Blocks* b, int32_t i) noexcept nogil:
+    unref(b, i)
+
+
 cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     """Drop one reference on each id, the last id first: children leave before their parents."""
     cdef int32_t k
     for k in range(n - 1, -1, -1):
-        blocks_unref(b, ids[k])
+        unref(b, ids[k])
 
 
 cdef void blocks_hold(Blocks* b, int32_t i, int32_t tokens) noexcept nogil:
@@ -255,7 +270,7 @@ cdef void blocks_lower_fences(Blocks* b) noexcept nogil:
         i = b.block[i].prev
 
 
-cdef inline void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
+cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
     """One more reference on a committed block, wherever it is. O(1)."""
     cdef Block* block = &b.block[i]
     if block.place != USED:
@@ -269,6 +284,10 @@ cdef inline void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
     ref(b, i)
 
 
+cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
+    touch(b, i)
+
+
 cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     """A hit on n blocks: a raw reference more on each; what is counted stays in registers, as in `blocks_ref_many`."""
     cdef Block* block = b.block
@@ -276,7 +295,7 @@ cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept 
     for k in range(n):
         i = ids[k]
         if block[i].place != USED:
-            blocks_touch(b, i)
+            touch(b, i)
         else:
             shared += block[i].refcount == 1
             block[i].refcount += 1
@@ -372,14 +391,14 @@ cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) 
         i = ids[k]
         if oldest or not b.block[i].committed:
             b.block[i].raw -= 1
-            blocks_unref(b, i)
+            unref(b, i)
             if b.block[i].place == EVICTABLE:
                 chain_unlink(b, &b.lru, i)
-                chain_put(b, &b.lru, i, NO_BLOCK)
+                chain_push_front(b, &b.lru, i)
     for k in range(0 if oldest else n):
         if b.block[ids[k]].committed:
             b.block[ids[k]].raw -= 1
-            blocks_unref(b, ids[k])
+            unref(b, ids[k])
 
 
 cdef void blocks_commit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:

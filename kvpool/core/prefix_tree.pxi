@@ -589,11 +589,11 @@ cdef void share_entries(Tree* t, LayerGroup* g, int32_t k, int32_t* row, int64_t
             t.node[n].idle -= 1
             if t.node[n].idle == 0:
                 unit_remove(t, n)
-        blocks_touch(b, id)
+        touch(b, id)
         for c in range(1, columns):
             id = column_after[id]
             row[index * columns + c] = id
-            blocks_touch(b, id)
+            touch(b, id)
 
 
 # ---- making room -------------------------------------------------------------------------------------------
