@@ -56,6 +56,12 @@ def test_stop_sequence_that_came_is_named(messenger, say):
     assert answer.content[0].text == text[: text.index(text[6:8])]
 
 
+def test_runner_of_tools_goes_on_without_a_thread(messenger):
+    """It asks for one, of which the server keeps nothing, and then sends whole conversations."""
+    runner = messenger.beta.messages.tool_runner(messages=ASKED, tools=[], model="tiny", max_tokens=5)
+    assert [message.usage.output_tokens for message in runner] == [5]
+
+
 CHAT = ChatRequest.of({"messages": ASKED})
 
 
@@ -117,6 +123,7 @@ FORCED = {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_ch
         ("BadRequestError", r"output_config\.format cannot", wants({}) | FORCED),
         ("BadRequestError", "leave no room", {"messages": [ASKED[0], called({"a": "\u00e9" * 700_000})]}),
         ("BadRequestError", "image", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        ("BadRequestError", "compaction", {"extra_body": {"compaction": {"type": "summarize"}}}),
         ("BadRequestError", "messages", {"messages": []}),
     ],
     ids=str,
