@@ -71,6 +71,7 @@ class MessagesRequest(CountRequest):
     """The body of ``POST /v1/messages``."""
 
     not_done: ClassVar = CountRequest.not_done | {"compaction": ()}
+    same = ("max_tokens", "temperature", "top_p", "top_k", "stream")
 
     max_tokens: int = Field(ge=1, le=MOST)
     temperature: float = Field(1.0, ge=0, le=1)
@@ -80,8 +81,7 @@ class MessagesRequest(CountRequest):
     stream: bool = False
 
     def asked(self) -> dict[str, Any]:
-        names = {"max_tokens", "temperature", "top_p", "top_k", "stream"} & self.model_fields_set
-        return super().asked() | {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+        return super().asked() | {"stop": self.stop_sequences}
 
 
 def _mark(blocks: Dicts) -> dict[str, Any] | None:

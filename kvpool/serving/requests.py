@@ -520,14 +520,16 @@ class Indirect(Request):
     """A request that asks for what a chat can ask for: `chat`, which `asked` says, and whose errors name its fields."""
 
     format_field: ClassVar[str]  # in place of `response_format`
+    same: ClassVar[tuple[str, ...]] = ()  # fields that the chat has, too
     _chat: ChatRequest = pydantic.PrivateAttr()
 
     def asked(self) -> dict[str, Any]:
-        """Return the body of the chat."""
+        """Return the body of the chat, without the fields that are the same."""
         raise NotImplementedError
 
     def agree(self, defaults: Mapping[str, Any]) -> None:
-        self._chat = ChatRequest.of({name: one for name, one in self.asked().items() if one is not None}, defaults)
+        asked = {name: getattr(self, name) for name in self.same if name in self.model_fields_set} | self.asked()
+        self._chat = ChatRequest.of({name: one for name, one in asked.items() if one is not None}, defaults)
         self._chat._format_field = self.format_field
 
     @property
