@@ -492,7 +492,7 @@ class Service:
         for prompt in prompts:
             own = {"max_tokens": max(1, len(prompt) - 1), "grammar": Given(prompt[1:], grammars)}
             state.run = run = Run(self._runner, [prompt[:1]], True, options | own)
-            heard = await _unless_gone(request.receive, _heard(run))
+            heard = [event for _, event in await _unless_gone(request.receive, _heard(run))]
             first = TokenEvent(None, 0, int(prompt[0]), -math.inf, "", None)  # it has no logprob
             answer.scored += [[first, *heard[: len(prompt) - 1]]] * body.n
             (sample,) = run.completions[0].samples
@@ -560,11 +560,8 @@ class Stream(Response):
 
 async def _whole(run: Run, answer: Any) -> Response:
     """Return the answer to a run, once it is over."""
-    with _refusals():
-        async with run:
-            async for number, item in run:
-                if isinstance(item, TokenEvent):  # it has logprobs
-                    answer.hear(number, item)
+    for number, event in await _heard(run):
+        answer.hear(number, event)
     ended = [completion for _, completion in sorted(run.completions.items())]
     return await asyncio.to_thread(lambda: _answered(answer.whole(ended)))  # it may be long
 
@@ -573,10 +570,11 @@ def _answered(data: Any) -> Response:
     return Response(encode(data), media_type="application/json")
 
 
-async def _heard(run: Run) -> list[TokenEvent]:
+async def _heard(run: Run) -> list[tuple[int, TokenEvent]]:
+    """Return the tokens of a run, once it is over, and the numbers of their prompts; none if it does not listen."""
     with _refusals():
         async with run:
-            return [item async for _, item in run if isinstance(item, TokenEvent)]
+            return [(number, item) async for number, item in run if isinstance(item, TokenEvent)]
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:

@@ -15,17 +15,11 @@ from kvpool.serving.messages import MessagesRequest
 from kvpool.serving.requests import ChatRequest, Refused, parse
 from kvpool.serving.responses import ResponsesRequest
 
+OPTIONS = ("--num-blocks", "800", "--kv-block-size", "8", "--name", "tiny", "--name", "other")  # of the server
 BODIES = {path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("bodies/*.json"))}
 FORMS = {"/v1/messages": MessagesRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest}
 ASKED = [{"role": "user", "content": "How warm is it?"}]
 each_body = pytest.mark.parametrize("program", BODIES)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server("--num-blocks", "800", "--kv-block-size", "8", "--name", "tiny", "--name", "other") as one:
-        yield one
-        assert one.idle_metrics()['kvpool_blocks{state="used"}'] == 0
 
 
 def form_of(program):

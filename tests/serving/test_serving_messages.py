@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 from mlx_models import on_cpu
-from server_process import Server
 from test_serving_endings import ITSELF, completion
 
 from kvpool.adapters.mlx_lm import Engine, tiny
@@ -16,16 +15,10 @@ from kvpool.serving.requests import ChatRequest
 from kvpool.serving.runner import Run
 from kvpool.serving.speech import CLOSES, NAMED, OPENS, Manner
 
+OPTIONS = ("--num-blocks", "400", "--kv-block-size", "8", "--api-key", "mine")  # of the server
 SYSTEM = [{"type": "text", "text": "Answer in slots.", "cache_control": {"type": "ephemeral"}}]
 ASKED = [{"role": "user", "content": "Where is token 7?"}]
 BODY = {"model": "tiny", "max_tokens": 24, "system": SYSTEM, "extra_body": {"temperature": 0}}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server("--num-blocks", "400", "--kv-block-size", "8", "--api-key", "mine") as one:
-        yield one
-        assert one.idle_metrics(Authorization="Bearer mine")['kvpool_blocks{state="used"}'] == 0
 
 
 @pytest.fixture(scope="module")
