@@ -7,8 +7,10 @@ import asyncio
 import json
 import math
 import os
+import re
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -119,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     hosts = frozenset(name.lower() for name in (*LOOPBACK, host, *args.allow_host))
     connections = process.allowed_connections(wanted)
     if connections < wanted:
-        say(f"kvpool serve: --max-connections {wanted}: the system allows files for {connections}")
+        say(f"kvpool serve: --max-connections {wanted}: the system allows files for {connections}", args.log)
     settings = Settings(
         tuple(args.name or [args.model]),
         hosts,
@@ -144,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--host {args.host} --port {port}: {exc.strerror}") from None
     try:
         url = f"http://{host}:{sock.getsockname()[1]}"
-        say(f"kvpool serve: loading {args.model} ...")
+        say(f"kvpool serve: loading {args.model} ...", args.log)
         memory: list[Memory] = []
         make, on_ready = partial(make_engine, args, options, settings, bounds, memory), partial(tell, args, url)
         with log.to_stderr(args.log), wired(args.wired):
@@ -158,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         said, status = f"--model {args.model}: {by_flags(exc) or 'not enough memory'}", 2
     if publisher is not None:
         publisher.close()
-    last = threading.Thread(target=say, args=(f"kvpool serve: {said}",), daemon=True)
+    last = threading.Thread(target=say, args=(f"kvpool serve: {said}", args.log), daemon=True)
     last.start()
     last.join(LAST_SECONDS)  # nobody may read it, and its pipe be full
     leave(status)  # threads of MLX must not run while the interpreter shuts down
@@ -286,9 +288,14 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         template = None if args.chat_template is None else Path(args.chat_template).read_text()
     except (OSError, UnicodeDecodeError) as exc:
         raise CommandError(f"--chat-template {args.chat_template}: {getattr(exc, 'strerror', 'is not text')}") from None
+    origins = tuple(filter(None, map(str.strip, (args.allowed_origins or "").split(","))))
+    for one in origins:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", one):  # as browsers say it
+            text = "must be *, or as https://chat.example:8000, in lower case and without a path"
+            raise CommandError(f"--allowed-origins {one}: {text}")
     ranges = {"temperature": ("--temp", args.temp, 0, 100), "top_p": ("--top-p", args.top_p, 1e-9, 1)}
     return {
-        "origins": tuple(filter(None, (args.allowed_origins or "").split(","))),
+        "origins": origins,
         "is_strict": args.strict,
         "has_page": not args.no_page,
         "defaults": {name: real(*asked) for name, asked in ranges.items() if asked[1] is not None},
@@ -350,7 +357,7 @@ def make_engine(
         memory.append(Memory(governor, running, drafts, partial(wire, args.wired)))
     wire(args.wired, engine)
     if engine.wired_nbytes:
-        say(f"kvpool serve: {format_nbytes(engine.wired_nbytes)} of memory are wired at most")
+        say(f"kvpool serve: {format_nbytes(engine.wired_nbytes)} of memory are wired at most", args.log)
     return engine
 
 
@@ -366,15 +373,18 @@ def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:
     facts |= {"num_blocks": pool.num_blocks, "block_size": pool.block_size, "eviction": args.eviction}
     facts |= {"bits": bits_of(args), "store": place_of(args)}
     if args.json:
-        say(json.dumps(facts), sys.stdout)
+        say(json.dumps(facts), file=sys.stdout)
     else:
         say(
             f"kvpool serve: {url}/v1, {facts['model']} on {pool.num_blocks} blocks of {pool.block_size} tokens, "
-            f"attention: {engine.kv.route}; statistics at {url}/metrics"
+            f"attention: {engine.kv.route}; statistics at {url}/metrics",
+            args.log,
         )
 
 
-def say(text: str, file: TextIO | None = None) -> None:
-    """Print a line, to stderr by default. A server works on if nobody can read it."""
+def say(text: str, form: str = "text", *, file: TextIO | None = None) -> None:
+    """Print a line, to stderr by default, as --log says. A server works on if nobody can read it."""
+    if form == "json":
+        text = json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S"), "level": "info", "message": text})
     with suppress(OSError):
         print(text, file=file or sys.stderr, flush=True)

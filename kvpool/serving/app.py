@@ -135,7 +135,7 @@ class Service:
                 allow_origins=settings.origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-ignored-fields"],
+                expose_headers=["request-id", "retry-after", "x-ignored-fields", "x-request-id"],
             )
         self._app = CorrelationIdMiddleware(
             app, generator=lambda: f"req_{uuid4().hex}", validator=lambda text: text.isprintable() and len(text) <= 128
@@ -149,6 +149,8 @@ class Service:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status == 400 and scope["method"] == "OPTIONS":
+                    state["error"] = "the origin is not one of --allowed-origins"
                 self._metrics.answered(scope["path"] if scope["path"] in self._paths else "other", status)
                 headers = [*message["headers"], (b"request-id", _id().encode())]  # as Anthropic calls it
                 if ignored := state.get("ignored"):
@@ -328,7 +330,8 @@ class Service:
     def _check_name(self, name: str) -> None:
         names = self._settings.names
         if name not in names:
-            raise Refused(404, f"model: this server has {', '.join(names)}", "model", "model_not_found")
+            text = f"model: there is no {name!r:.80}, this server has {', '.join(names)}"
+            raise Refused(404, text, "model", "model_not_found")
 
     async def _aside(self, request: Request, place: Threads | Processes, cost: float, *call: Any) -> Any:
         """Run what may take long outside the event loop. `cost` counts as what its tenant got, see `Turns`."""
@@ -489,7 +492,7 @@ class Service:
         for prompt in prompts:
             own = {"max_tokens": max(1, len(prompt) - 1), "grammar": Given(prompt[1:], grammars)}
             state.run = run = Run(self._runner, [prompt[:1]], True, options | own)
-            heard = await _unless_gone(request.receive, _heard(run))
+            heard = [event for _, event in await _unless_gone(request.receive, _heard(run))]
             first = TokenEvent(None, 0, int(prompt[0]), -math.inf, "", None)  # it has no logprob
             answer.scored += [[first, *heard[: len(prompt) - 1]]] * body.n
             (sample,) = run.completions[0].samples
@@ -557,11 +560,8 @@ class Stream(Response):
 
 async def _whole(run: Run, answer: Any) -> Response:
     """Return the answer to a run, once it is over."""
-    with _refusals():
-        async with run:
-            async for number, item in run:
-                if isinstance(item, TokenEvent):  # it has logprobs
-                    answer.hear(number, item)
+    for number, event in await _heard(run):
+        answer.hear(number, event)
     ended = [completion for _, completion in sorted(run.completions.items())]
     return await asyncio.to_thread(lambda: _answered(answer.whole(ended)))  # it may be long
 
@@ -570,10 +570,11 @@ def _answered(data: Any) -> Response:
     return Response(encode(data), media_type="application/json")
 
 
-async def _heard(run: Run) -> list[TokenEvent]:
+async def _heard(run: Run) -> list[tuple[int, TokenEvent]]:
+    """Return the tokens of a run, once it is over, and the numbers of their prompts; none if it does not listen."""
     with _refusals():
         async with run:
-            return [item async for _, item in run if isinstance(item, TokenEvent)]
+            return [(number, item) async for number, item in run if isinstance(item, TokenEvent)]
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -621,8 +622,8 @@ def _id() -> str:
 def _error(scope: Scope, status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
     """Return an error in the form of the API that the path belongs to."""
     is_anthropic = scope["path"].startswith("/v1/messages")
-    scope["state"]["error"] = code or message
-    told = messages.refusal(status, message) if is_anthropic else refusal(status, message, param, code)
+    scope["state"]["error"] = message
+    told = messages.refusal(status, message, param) if is_anthropic else refusal(status, message, param, code)
     return JSONResponse(told, status)
 
 

@@ -70,6 +70,9 @@ class CountRequest(Indirect):
 class MessagesRequest(CountRequest):
     """The body of ``POST /v1/messages``."""
 
+    not_done: ClassVar = CountRequest.not_done | {"compaction": ()}
+    same = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+
     max_tokens: int = Field(ge=1, le=MOST)
     temperature: float = Field(1.0, ge=0, le=1)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -78,8 +81,7 @@ class MessagesRequest(CountRequest):
     stream: bool = False
 
     def asked(self) -> dict[str, Any]:
-        names = {"max_tokens", "temperature", "top_p", "top_k", "stream"} & self.model_fields_set
-        return super().asked() | {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+        return super().asked() | {"stop": self.stop_sequences}
 
 
 def _mark(blocks: Dicts) -> dict[str, Any] | None:
@@ -176,10 +178,11 @@ class MessageAnswer(BlockAnswer):
         return told | {"cache_read_input_tokens": cached, "output_tokens": len(sample.tokens)}
 
 
-def refusal(status: int, message: str) -> dict[str, Any]:
-    """Return an error in this form."""
+def refusal(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return an error in this form. The official client goes on without a `thread` if its details say so."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    more = {"details": {"error_code": "thread_unsupported_request"}} if param == "thread" else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **more}}
 
 
 def _event(name: str, **fields: Any) -> bytes:

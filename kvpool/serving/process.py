@@ -141,6 +141,8 @@ async def serve(
         await asyncio.wait((ended, lost), return_when=asyncio.FIRST_COMPLETED)
         service.is_draining = True
         end = loop.time() + (0 if lost.done() else grace)
+        if service.active and not lost.done():
+            _log.info("the server stops: %d requests have %g s to end", service.active, grace)
         while service.active and loop.time() < end:
             await asyncio.sleep(0.05)
         if service.active:

@@ -520,14 +520,16 @@ class Indirect(Request):
     """A request that asks for what a chat can ask for: `chat`, which `asked` says, and whose errors name its fields."""
 
     format_field: ClassVar[str]  # in place of `response_format`
+    same: ClassVar[tuple[str, ...]] = ()  # fields that the chat has, too
     _chat: ChatRequest = pydantic.PrivateAttr()
 
     def asked(self) -> dict[str, Any]:
-        """Return the body of the chat."""
+        """Return the body of the chat, without the fields that are the same."""
         raise NotImplementedError
 
     def agree(self, defaults: Mapping[str, Any]) -> None:
-        self._chat = ChatRequest.of({name: one for name, one in self.asked().items() if one is not None}, defaults)
+        asked = {name: getattr(self, name) for name in self.same if name in self.model_fields_set} | self.asked()
+        self._chat = ChatRequest.of({name: one for name, one in asked.items() if one is not None}, defaults)
         self._chat._format_field = self.format_field
 
     @property
@@ -607,9 +609,8 @@ def parse(
             ignored.append(name if PLAIN.fullmatch(name) else "?")
     if isinstance(tools := data.get("tools"), list):
         kinds = [one.get("type") if isinstance(one, dict) else None for one in tools]
-        is_own = [kind is None or kind in form.tool_types for kind in kinds]
-        data["tools"] = [one for one, own in zip(tools, is_own, strict=True) if own]
-        others = {str(kind) for kind, own in zip(kinds, is_own, strict=True) if not own}
+        data["tools"] = [one for one, kind in zip(tools, kinds, strict=True) if kind in (None, *form.tool_types)]
+        others = {str(kind) for kind in kinds if kind not in (None, *form.tool_types)}
         ignored += sorted(f"tools:{kind}" if PLAIN.fullmatch(kind) else "tools:?" for kind in others)
     if is_strict and ignored:
         raise Refused(400, f"{ignored[0]}: not supported by this server", ignored[0], "unsupported_parameter")

@@ -15,6 +15,7 @@ from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
 from kvpool.serving.requests import MOST, TOOLS, Dicts, Indirect, Refused, text_of
 
 TYPES = {"text": "output_text", "thinking": "reasoning_text"}
+MORE: dict[str, dict[str, Any]] = {"text": {"logprobs": []}, "thinking": {}}
 ITEMS = {"text": "message", "thinking": "reasoning"}
 PARTS = ("input_text", "output_text", "summary_text", "reasoning_text", "text", "refusal")
 FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -29,6 +30,7 @@ class ResponsesRequest(Indirect):
         ("conversation", "moderation", "previous_response_id", "prompt"), ()
     )
     tool_types, format_field = ("function", "custom"), "text.format"
+    same = ("temperature", "top_p", "parallel_tool_calls", "stream", "prompt_cache_retention")
 
     input: str | Annotated[Dicts, Field(min_length=1)]
     instructions: str = ""
@@ -59,9 +61,6 @@ class ResponsesRequest(Indirect):
         if form := self.text.get("format"):
             is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
             asked["response_format"] = {"type": "json_schema", "json_schema": form} if is_schema else form
-        asked |= {name: getattr(self, name) for name in {"temperature", "top_p"} & self.model_fields_set}
-        asked |= {"parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
-        asked["prompt_cache_retention"] = self.prompt_cache_retention
         return asked | {"max_tokens": self.max_output_tokens}
 
 
@@ -115,10 +114,9 @@ class ResponseAnswer(BlockAnswer):
         asked = self._asked
         self._free = {one.get("name") for one in asked.tools if one["type"] == "custom"}
         self._number = -1  # of the last event
-        none = ("error", "incomplete_details", "previous_response_id", "usage", "user")
         body = self._body
         self._head: dict[str, Any] = {
-            **dict.fromkeys(none),
+            **dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage", "user")),
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
@@ -149,20 +147,16 @@ class ResponseAnswer(BlockAnswer):
 
     def begun(self, kind: str, said: Any) -> dict[str, Any]:
         if kind == "call":
+            is_free = said.name in self._free
+            head = {"type": "custom_tool_call", "input": ""} if is_free else {"type": "function_call", "arguments": ""}
             own = {"id": f"fc_{uuid.uuid4().hex}", "call_id": said.id, "name": said.name, "status": "in_progress"}
-            if said.name in self._free:
-                return {"type": "custom_tool_call", "input": "", **own}
-            return {"type": "function_call", "arguments": "", **own}
-        name = ITEMS[kind]
-        head: dict[str, Any] = {"type": name, "id": f"{name[:3]}_{uuid.uuid4().hex}", "status": "in_progress"}
-        head |= {"content": []}
-        if kind == "thinking":
-            return {**head, "summary": []}
-        return {**head, "role": "assistant"}
+            return head | own
+        name, own = ITEMS[kind], {"summary": []} if kind == "thinking" else {"role": "assistant"}
+        return {"type": name, "id": f"{name[:3]}_{uuid.uuid4().hex}", "status": "in_progress", "content": [], **own}
 
     def _part(self, kind: str, text: str) -> dict[str, Any]:
-        more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "text" else {}
-        return {"type": TYPES[kind], "text": text, **more}
+        more: dict[str, Any] = {"annotations": []} if kind == "text" else {}
+        return {"type": TYPES[kind], "text": text, **more, **MORE[kind]}
 
     def open(self, index: int) -> list[bytes]:
         block, kind = self._blocks[index], self._kinds[index]
@@ -179,8 +173,7 @@ class ResponseAnswer(BlockAnswer):
             return []
         if kind == "arguments":
             return [self._event("response.function_call_arguments.delta", **where, delta=said)]
-        more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
-        return [self._event(f"response.{TYPES[kind]}.delta", **where, content_index=0, delta=said, **more)]
+        return [self._event(f"response.{TYPES[kind]}.delta", **where, content_index=0, delta=said, **MORE[kind])]
 
     def close(self, index: int) -> list[bytes]:
         item, kind = self._item(index), self._kinds[index]
@@ -194,8 +187,7 @@ class ResponseAnswer(BlockAnswer):
             events = [self._event("response.function_call_arguments.done", **where, **own)]
         else:
             where["content_index"], part = 0, item["content"][0]
-            more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
-            events = [self._event(f"response.{part['type']}.done", **where, text=part["text"], **more)]
+            events = [self._event(f"response.{part['type']}.done", **where, text=part["text"], **MORE[kind])]
             events += [self._event("response.content_part.done", **where, part=part)]
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 

@@ -177,11 +177,9 @@ class Runner:
         def say(engine: Engine) -> None:
             if answer.set_running_or_notify_cancel():  # somebody still waits
                 try:
-                    said = question(engine)
+                    answer.set_result(question(engine))
                 except Exception as error:
                     answer.set_exception(error)
-                else:
-                    answer.set_result(said)
 
         self.call(say)
         return await asyncio.wrap_future(answer)

@@ -87,6 +87,8 @@ def test_sigterm_lets_requests_end_and_takes_no_more():
         (["--api-key", ""], "--api-key: a key must be ASCII, and not empty"),
         (["--memory", "lots"], "--memory lots: 'lots' is not a size"),
         (["--events-replay", "tcp://127.0.0.1:9"], "--events-replay: needs --events"),
+        (["--allowed-origins", "https://a.example, b.example"], "--allowed-origins b.example: must be"),
+        (["--allowed-origins", "https://a.example/"], "--allowed-origins https://a.example/: must be"),
         (["--events", "tcp:/x"], "--events: tcp:/x cannot be bound: Invalid argument"),
         (["--memory", "2GiB:1GiB"], "--memory 2GiB:1GiB: 2GiB is above 1GiB"),
         (["--memory", "1GiB:"], "is not a size"),

@@ -1,6 +1,15 @@
 """The official clients, unmodified, of the server of a test file. All servers here that have a key take ``mine``."""
 
 import pytest
+from server_process import Server
+
+
+@pytest.fixture(scope="module")
+def server(request):
+    """The server with the `OPTIONS` of a test file. At the end it holds no block."""
+    with Server(*request.module.OPTIONS) as one:
+        yield one
+        assert one.idle_metrics(Authorization="Bearer mine")['kvpool_blocks{state="used"}'] == 0
 
 
 @pytest.fixture(scope="module")

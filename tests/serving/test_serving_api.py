@@ -4,25 +4,18 @@ import math
 
 import pytest
 from mlx_models import on_cpu
-from server_process import Server
 
 from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.adapters.mlx_lm.engine import TokenEvent
 from kvpool.serving.answers import TextAnswer
 from kvpool.serving.requests import CompletionRequest
 
+OPTIONS = ("--num-blocks", "400", "--kv-block-size", "8")  # of the server
 PROMPT = "The block table maps"
 MESSAGES = [
     {"role": "system", "content": "Answer in slots."},
     {"role": "user", "content": [{"type": "text", "text": "Where is "}, {"type": "text", "text": "token 7?"}]},
 ]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server("--num-blocks", "400", "--kv-block-size", "8") as one:
-        yield one
-        assert one.idle_metrics()['kvpool_blocks{state="used"}'] == 0
 
 
 @pytest.fixture(scope="module")

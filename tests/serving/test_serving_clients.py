@@ -15,17 +15,11 @@ from kvpool.serving.messages import MessagesRequest
 from kvpool.serving.requests import ChatRequest, Refused, parse
 from kvpool.serving.responses import ResponsesRequest
 
+OPTIONS = ("--num-blocks", "800", "--kv-block-size", "8", "--name", "tiny", "--name", "other")  # of the server
 BODIES = {path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("bodies/*.json"))}
 FORMS = {"/v1/messages": MessagesRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest}
 ASKED = [{"role": "user", "content": "How warm is it?"}]
 each_body = pytest.mark.parametrize("program", BODIES)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server("--num-blocks", "800", "--kv-block-size", "8", "--name", "tiny", "--name", "other") as one:
-        yield one
-        assert one.idle_metrics()['kvpool_blocks{state="used"}'] == 0
 
 
 def form_of(program):
@@ -227,12 +221,13 @@ def test_page_of_another_origin_may_ask_if_it_is_allowed():
             assert (status == 200) == is_allowed == (headers.get("access-control-allow-origin") == origin)
         headers = one.ask("GET", "/health", Origin="https://b.example")[1]
         assert headers["access-control-allow-origin"] == "https://b.example"
+    assert any(b"status=400" in line and b"--allowed-origins" in line for line in one.errors)
 
 
 def test_options_of_the_server_are_the_defaults_of_requests(tmp_path):
     (tmp_path / "template").write_text("{{ messages[0].content }}{{ style }}{% if add_generation_prompt %}>{% endif %}")
     options = ["--temp", "0", "--chat-template", str(tmp_path / "template"), "--chat-template-args", '{"style": "!"}']
-    with Server("--num-blocks", "40", "--strict", "--no-page", *options) as one:
+    with Server("--num-blocks", "40", "--log", "json", "--strict", "--no-page", *options) as one:
         plain = {"prompt": "hi!>", "max_tokens": 9, "temperature": 0}
         due = one.post("/v1/completions", plain)[1]["choices"][0]["text"]
         for more in ({}, {"chat_template_kwargs": {"style": "?"}}):
@@ -240,6 +235,9 @@ def test_options_of_the_server_are_the_defaults_of_requests(tmp_path):
             answer = one.post("/v1/chat/completions", body)[1]
             assert (answer["choices"][0]["message"]["content"] == due) == (not more)
         assert one.post("/v1/completions", {"prompt": "a", "num_ctx": 1})[0] == 400 and one.get("/")[0] == 404
+    told = [json.loads(line) for line in one.errors]
+    assert told[0]["message"].startswith("kvpool serve: loading") and told[-1]["message"].endswith("0 blocks in use")
+    assert "num_ctx: not supported by this server" in [line.get("error") for line in told]
 
 
 def test_request_that_is_not_http_is_counted(server):

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 from mlx_models import on_cpu
-from server_process import Server
 from test_serving_endings import ITSELF, completion
 
 from kvpool.adapters.mlx_lm import Engine, tiny
@@ -16,16 +15,10 @@ from kvpool.serving.requests import ChatRequest
 from kvpool.serving.runner import Run
 from kvpool.serving.speech import CLOSES, NAMED, OPENS, Manner
 
+OPTIONS = ("--num-blocks", "400", "--kv-block-size", "8", "--api-key", "mine")  # of the server
 SYSTEM = [{"type": "text", "text": "Answer in slots.", "cache_control": {"type": "ephemeral"}}]
 ASKED = [{"role": "user", "content": "Where is token 7?"}]
 BODY = {"model": "tiny", "max_tokens": 24, "system": SYSTEM, "extra_body": {"temperature": 0}}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server("--num-blocks", "400", "--kv-block-size", "8", "--api-key", "mine") as one:
-        yield one
-        assert one.idle_metrics(Authorization="Bearer mine")['kvpool_blocks{state="used"}'] == 0
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +47,12 @@ def test_stop_sequence_that_came_is_named(messenger, say):
     answer = messenger.messages.create(messages=ASKED, stop_sequences=stops, **BODY)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", text[6:8])
     assert answer.content[0].text == text[: text.index(text[6:8])]
+
+
+def test_runner_of_tools_goes_on_without_a_thread(messenger):
+    """It asks for one, of which the server keeps nothing, and then sends whole conversations."""
+    runner = messenger.beta.messages.tool_runner(messages=ASKED, tools=[], model="tiny", max_tokens=5)
+    assert [message.usage.output_tokens for message in runner] == [5]
 
 
 CHAT = ChatRequest.of({"messages": ASKED})
@@ -117,6 +116,7 @@ FORCED = {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_ch
         ("BadRequestError", r"output_config\.format cannot", wants({}) | FORCED),
         ("BadRequestError", "leave no room", {"messages": [ASKED[0], called({"a": "\u00e9" * 700_000})]}),
         ("BadRequestError", "image", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        ("BadRequestError", "compaction", {"extra_body": {"compaction": {"type": "summarize"}}}),
         ("BadRequestError", "messages", {"messages": []}),
     ],
     ids=str,

@@ -307,6 +307,7 @@ def test_requests_that_outlive_their_grace_get_an_error(number, grace):
         assert whole[0][0] == 503 and whole[0][1]["error"]["message"] == "the server stops"
         server.process.wait(60)
         errors = server.stop()[1]
+    assert f"the server stops: 2 requests have {grace} s to end\n" in errors
     assert re.search(rf"requests cut off after {grace} s of grace: 2 ids=req_\w+,req_\w+\n", errors), errors
     assert "a stream ends early: the server stops" in errors and "stopped, 0 blocks in use" in errors
 
