@@ -281,14 +281,18 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
 
     scalar: one int is accepted; narrow: int32 is accepted beside int64.
     """
-    cdef bint is_buffer = PyObject_CheckBuffer(value)
-    if isinstance(value, (list, tuple)):
+    if PyLong_CheckExact(value):
+        pass
+    elif isinstance(value, (list, tuple)):
         return from_list(ints, value, call, name, huge)
-    if is_buffer and from_buffer(ints, value, call, name, narrow) == 0:
-        return 0
-    if not scalar or not (PyLong_CheckExact(value) or is_buffer or hasattr(value, "__index__")):
+    elif PyObject_CheckBuffer(value):
+        if from_buffer(ints, value, call, name, narrow) == 0:
+            return 0
+    elif not scalar or not hasattr(value, "__index__"):
         raise TypeError(f"[{call}] {name} must be {'an int or ' if scalar else ''}an array of ints, "
                         f"not {type(value).__name__} ({show(value)})")
+    if not scalar:
+        raise TypeError(f"[{call}] {name} must be an array of ints, not {type(value).__name__} ({show(value)})")
     ints.scalar = to_int(value, call, name, INT64_MIN, INT64_MAX, huge)
     return 0
 
@@ -315,8 +319,14 @@ cdef int ints_tokens(Ints* tokens, str call) except -1:
     """Judge a batch of token ids, and make it one of int32, in place."""
     cdef int64_t i, token, outside = 0
     cdef int32_t* narrow = <int32_t*>tokens.data
-    for i in range(tokens.size):
-        outside |= ints_at(tokens, i)
+    cdef int32_t signs = 0
+    if tokens.width == 4:
+        for i in range(tokens.size):
+            signs |= narrow[i]
+        outside = signs
+    else:
+        for i in range(tokens.size):
+            outside |= ints_at(tokens, i)
     if outside < 0 or outside > 0x7FFFFFFF:
         for i in range(tokens.size):
             token = ints_at(tokens, i)
