@@ -140,13 +140,24 @@ cdef void* take_memory(Spare* spare, size_t size) noexcept nogil:
     return memory + SPARE_HEAD
 
 
+cdef void give_memory(Spare* spare, void* taken) noexcept nogil:
+    cdef char* memory = <char*>taken - SPARE_HEAD
+    cdef int k
+    if not FAULTS and (<size_t*>memory)[0] <= SPARE_MOST:
+        for k in range(SPARES):
+            memory = <char*>exchange(&spare.memory[k], memory)
+            if memory == NULL:
+                return
+    xfree(memory)
+
+
 cdef void spare_free(Spare* spare) noexcept nogil:
     cdef int k
     for k in range(SPARES):
         xfree(exchange(&spare.memory[k], NULL))
 
 
-cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL:
+cdef inline void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL:
     cdef void* room = ints.small
     if size > SMALL:
         room = NULL
@@ -161,18 +172,9 @@ cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name)
 
 
 cdef void ints_free(Ints* ints) noexcept nogil:
-    cdef char* memory
-    cdef int k
-    if ints.owned == NULL:
-        return
-    memory = <char*>ints.owned - SPARE_HEAD
-    ints.owned = NULL
-    if not FAULTS and (<size_t*>memory)[0] <= SPARE_MOST:
-        for k in range(SPARES):
-            memory = <char*>exchange(&ints.spare.memory[k], memory)
-            if memory == NULL:
-                return
-    xfree(memory)
+    if ints.owned != NULL:
+        give_memory(ints.spare, ints.owned)
+        ints.owned = NULL
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -281,14 +283,18 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
 
     scalar: one int is accepted; narrow: int32 is accepted beside int64.
     """
-    cdef bint is_buffer = PyObject_CheckBuffer(value)
-    if isinstance(value, (list, tuple)):
+    if PyLong_CheckExact(value):
+        pass
+    elif isinstance(value, (list, tuple)):
         return from_list(ints, value, call, name, huge)
-    if is_buffer and from_buffer(ints, value, call, name, narrow) == 0:
-        return 0
-    if not scalar or not (PyLong_CheckExact(value) or is_buffer or hasattr(value, "__index__")):
+    elif PyObject_CheckBuffer(value):
+        if from_buffer(ints, value, call, name, narrow) == 0:
+            return 0
+    elif not scalar or not hasattr(value, "__index__"):
         raise TypeError(f"[{call}] {name} must be {'an int or ' if scalar else ''}an array of ints, "
                         f"not {type(value).__name__} ({show(value)})")
+    if not scalar:
+        raise TypeError(f"[{call}] {name} must be an array of ints, not {type(value).__name__} ({show(value)})")
     ints.scalar = to_int(value, call, name, INT64_MIN, INT64_MAX, huge)
     return 0
 
@@ -315,8 +321,14 @@ cdef int ints_tokens(Ints* tokens, str call) except -1:
     """Judge a batch of token ids, and make it one of int32, in place."""
     cdef int64_t i, token, outside = 0
     cdef int32_t* narrow = <int32_t*>tokens.data
-    for i in range(tokens.size):
-        outside |= ints_at(tokens, i)
+    cdef int32_t signs = 0
+    if tokens.width == 4:
+        for i in range(tokens.size):
+            signs |= narrow[i]
+        outside = signs
+    else:
+        for i in range(tokens.size):
+            outside |= ints_at(tokens, i)
     if outside < 0 or outside > 0x7FFFFFFF:
         for i in range(tokens.size):
             token = ints_at(tokens, i)

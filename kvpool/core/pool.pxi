@@ -728,7 +728,7 @@ cdef class Pool:
         O(S) for a decode step with unchanged rows, plus O(blocks) for rows that changed. No Python object per
         token, row or block. The plan is pending until `done` or `rollback`.
         """
-        self.run("step", plan, handles, num_new, True, partial, pad_to, False, None, None)
+        self.run(plan, handles, num_new, "step", True, partial, pad_to)
 
     def reserve(self, plan, handles, num_new):
         """Take the blocks for `num_new` more tokens per row, without the tokens: lengths do not move.
@@ -736,15 +736,13 @@ cdef class Pool:
         Copies that shared blocks need are in the plan, which is pending like after `step`. Until a sequence is
         forked, steps inside its reservation cannot run out of blocks, but of state slots. Raises like `step`.
         """
-        self.run("reserve", plan, handles, num_new, False, False, None, False, None, None)
+        self.run(plan, handles, num_new, "reserve", False, False, None)
 
-    cdef int run(self, str call, object plan_, object handles, object num_new, bint advance, object partial,
-                 object pad_to, bint unshares, object first, object group) except -1:
-        """`step`, `reserve`, or `unshare`: then `num_new` are its `lens`."""
+    cdef int run(self, object plan_, object handles, object num_new, str call, bint advance, object partial,
+                 object pad_to) except -1:
         cdef Plan plan = self.check_plan(plan_, call)
         cdef Ints rows, new
-        cdef int64_t pad_rows = 0, pad_tokens = -1, kept = 0, number = 0
-        cdef str what = "lens" if unshares else "num_new"
+        cdef int64_t pad_rows = 0, pad_tokens = -1
         ints_init(&rows, &self.state.spare)
         ints_init(&new, &self.state.spare)
         plan.refuse_pending(call)
@@ -752,40 +750,28 @@ cdef class Pool:
             raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__} ({partial!r})")
         try:
             ints_batch(&rows, handles, call, "handles", False)
-            ints_get(&new, num_new, call, what, True, True)
-            if unshares:
-                kept = to_int(first, call, "first", 0, INT64_MAX)
-                number = to_int(group, call, "group", INT64_MIN, INT64_MAX)
+            ints_get(&new, num_new, call, "num_new", True, True)
             if new.size >= 0 and new.size != rows.size:
-                raise ValueError(f"[{call}] {new.size} {what} for {rows.size} handles")
+                raise ValueError(f"[{call}] {new.size} num_new for {rows.size} handles")
             plan.refuse_rows(rows.size, call)
             if pad_to is not None:
                 plan.get_pad(pad_to, call, rows.size, &pad_rows, &pad_tokens)
-            self.run_plan(plan, &rows, &new, call, advance, partial, pad_rows, pad_tokens, unshares, kept, number)
+            self.run_plan(plan, &rows, &new, call, advance, partial, pad_rows, pad_tokens)
         finally:
             ints_free(&rows)
             ints_free(&new)
         return 0
 
     cdef int run_plan(self, Plan plan, const Ints* rows, const Ints* new, str call, bint advance, bint partial,
-                      int64_t pad_rows, int64_t pad_tokens, bint unshares=False, int64_t first=0,
-                      int64_t group=0) except -1:
+                      int64_t pad_rows, int64_t pad_tokens) except -1:
         """A step of arguments that fit each other and the plan; `pad_tokens` -1: no padding asked for."""
         cdef Verdict v
         cdef int status = RETRY
-        v.value = 0
-        if self.state.steps_pend:
-            self.plans.append(plan)     # it lives as long as its step is pending; last that can fail without the lock
+        self.keep_plan(plan)
         try:
-            while status == RETRY:
-                if v.value:
-                    (<PlanGroup>plan.group_plans[group]).room_for_copies(&self.state, v.value)
-                pool_enter(&self.state, call)
-                if unshares:
-                    status = pool_unshare(&self.state, plan, group, rows, new, first, &v)
-                else:
-                    status = pool_step(&self.state, plan, rows, new, advance, partial, pad_rows, pad_tokens, &v)
-                pool_leave(&self.state)
+            pool_enter(&self.state, call)
+            status = pool_step(&self.state, plan, rows, new, advance, partial, pad_rows, pad_tokens, &v)
+            pool_leave(&self.state)
         finally:
             if status != OK:
                 self.let_go_of_plan(plan)
@@ -799,6 +785,12 @@ cdef class Pool:
         if (<Plan>plan).pool is not self:
             raise ValueError(f"[{call}] the plan belongs to another pool ({(<Plan>plan).pool!r})")
         return <Plan>plan
+
+    cdef int keep_plan(self, Plan plan) except -1:
+        """Last thing that can fail before the lock is taken: a plan lives as long as its step is pending."""
+        if self.state.steps_pend:
+            self.plans.append(plan)
+        return 0
 
     cdef int let_go_of_plan(self, Plan plan) except -1:
         if self.state.steps_pend:
@@ -862,7 +854,7 @@ cdef class Pool:
         cdef void* few[FEW_PLANS]
         cdef void** passed = few
         cdef Verdict v
-        cdef int32_t room, count = 0
+        cdef int32_t k, room, count = 0
         cdef int status = OK
         pool_enter(&self.state, call)
         room = self.state.pending.size
@@ -871,20 +863,14 @@ cdef class Pool:
         if passed != NULL:
             status = pool_done(&self.state, plan, passed, &count, &v)
         pool_leave(&self.state)
-        self.let_go_of_plans(passed, count, room, call)
+        if passed == NULL:
+            raise MemoryError(f"[{call}] no memory for {room} plans")
+        for k in range(count):
+            self.let_go_of_plan(<Plan>passed[k])
+            Py_DECREF(<Plan>passed[k])
         if passed != few:
             xfree(passed)
         return refuse(call, &v) if status != OK else 0
-
-    cdef int let_go_of_plans(self, void** plans, int32_t count, int32_t room, str call) except -1:
-        """Those that the pool held so far, with a reference each for the caller; NULL: no memory for `room` plans."""
-        cdef int32_t k
-        if plans == NULL:
-            raise MemoryError(f"[{call}] no memory for {room} plans")
-        for k in range(count):
-            self.let_go_of_plan(<Plan>plans[k])
-            Py_DECREF(<Plan>plans[k])
-        return 0
 
     def rollback(self, plan):
         """Take the newest pending step back: lengths, tables and references of its rows are as before it.
@@ -934,7 +920,39 @@ cdef class Pool:
         are judged in order, so each but the last of the sequences that share a block gets a copy, and the last too
         while the copies are pending. O(blocks).
         """
-        self.run("unshare", plan, handles, lens, False, False, None, True, first, group)
+        cdef Plan p = self.check_plan(plan, "unshare")
+        cdef Ints rows, lengths
+        cdef Verdict v
+        cdef int64_t keep, number
+        cdef int status = RETRY
+        ints_init(&rows, &self.state.spare)
+        ints_init(&lengths, &self.state.spare)
+        p.refuse_pending("unshare")
+        try:
+            ints_batch(&rows, handles, "unshare", "handles", False)
+            ints_get(&lengths, lens, "unshare", "lens", True, True)
+            keep = to_int(first, "unshare", "first", 0, INT64_MAX)
+            number = to_int(group, "unshare", "group", INT64_MIN, INT64_MAX)
+            if lengths.size >= 0 and lengths.size != rows.size:
+                raise ValueError(f"[unshare] {lengths.size} lens for {rows.size} handles")
+            p.refuse_rows(rows.size, "unshare")
+            self.keep_plan(p)
+            try:
+                v.value = 0
+                while status == RETRY:
+                    if v.value:
+                        (<PlanGroup>p.group_plans[number]).room_for_copies(&self.state, v.value)
+                    pool_enter(&self.state, "unshare")
+                    status = pool_unshare(&self.state, p, number, &rows, &lengths, keep, &v)
+                    pool_leave(&self.state)
+            finally:
+                if status != OK:
+                    self.let_go_of_plan(p)
+        finally:
+            ints_free(&rows)
+            ints_free(&lengths)
+        if status != OK:
+            p.refuse(&v, "unshare", -1)
 
     def compact(self, handles, lens, first=0, group=0):
         """Keep `lens` tokens of each sequence, moved to the front of its table; the blocks behind them are released.
@@ -1100,14 +1118,18 @@ cdef class Pool:
         Every handle is stale afterwards; plans stay usable. The backend must be idle. O(num_blocks + max_seqs).
         """
         cdef void** plans
-        cdef int32_t room
+        cdef int32_t k, room
         pool_enter(&self.state, "reset")
         room = self.state.pending.size
         plans = <void**>xcalloc(room + 1, sizeof(void*))
         if plans != NULL:
             pool_reset(&self.state, plans)
         pool_leave(&self.state)
-        self.let_go_of_plans(plans, room, room, "reset")
+        if plans == NULL:
+            raise MemoryError(f"[reset] no memory for {room} plans")
+        for k in range(room):
+            self.let_go_of_plan(<Plan>plans[k])
+            Py_DECREF(<Plan>plans[k])
         xfree(plans)
 
     def shutdown(self):

@@ -30,12 +30,12 @@ cdef class Pool:                # here, as its parts are other classes' business
 
     cdef int init(self, tuple given) except -1
     cdef Plan check_plan(self, object plan, str call)
+    cdef int keep_plan(self, Plan plan) except -1
     cdef int let_go_of_plan(self, Plan plan) except -1
-    cdef int let_go_of_plans(self, void** plans, int32_t count, int32_t room, str call) except -1
-    cdef int run(self, str call, object plan, object handles, object num_new, bint advance, object partial,
-                 object pad_to, bint unshares, object first, object group) except -1
+    cdef int run(self, object plan, object handles, object num_new, str call, bint advance, object partial,
+                 object pad_to) except -1
     cdef int run_plan(self, Plan plan, const Ints* rows, const Ints* new, str call, bint advance, bint partial,
-                      int64_t pad_rows, int64_t pad_tokens, bint unshares=*, int64_t first=*, int64_t group=*) except -1
+                      int64_t pad_rows, int64_t pad_tokens) except -1
     cdef int end_done(self, Plan plan, str call) except -1
     cdef int end_rollback(self, Plan plan, str call) except -1
     cdef dict resize_arenas(self, object num_blocks, object arena, int32_t* to, int64_t room_there)

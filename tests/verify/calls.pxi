@@ -66,8 +66,7 @@ cdef class Calls(Content):
         if self.direct and n <= self.max_rows[k]:
             rows.data, rows.size, rows.width = self.handles, n, 8
             new.data, new.size, new.width = self.counts, n, 8
-            if self.pool.state.steps_pend:
-                self.pool.plans.append(plan)
+            self.pool.keep_plan(plan)
             pool_enter(&self.pool.state, "step")
             status = pool_step(&self.pool.state, plan, &rows, &new, advance, partial,
                                plan.step.max_rows if padded else 0, self.max_tokens[k] if padded else -1, &v)
