@@ -140,13 +140,24 @@ cdef void* take_memory(Spare* spare, size_t size) noexcept nogil:
     return memory + SPARE_HEAD
 
 
+cdef void give_memory(Spare* spare, void* taken) noexcept nogil:
+    cdef char* memory = <char*>taken - SPARE_HEAD
+    cdef int k
+    if not FAULTS and (<size_t*>memory)[0] <= SPARE_MOST:
+        for k in range(SPARES):
+            memory = <char*>exchange(&spare.memory[k], memory)
+            if memory == NULL:
+                return
+    xfree(memory)
+
+
 cdef void spare_free(Spare* spare) noexcept nogil:
     cdef int k
     for k in range(SPARES):
         xfree(exchange(&spare.memory[k], NULL))
 
 
-cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL:
+cdef inline void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name) except NULL:
     cdef void* room = ints.small
     if size > SMALL:
         room = NULL
@@ -161,18 +172,9 @@ cdef void* ints_room(Ints* ints, Py_ssize_t size, int width, str call, str name)
 
 
 cdef void ints_free(Ints* ints) noexcept nogil:
-    cdef char* memory
-    cdef int k
-    if ints.owned == NULL:
-        return
-    memory = <char*>ints.owned - SPARE_HEAD
-    ints.owned = NULL
-    if not FAULTS and (<size_t*>memory)[0] <= SPARE_MOST:
-        for k in range(SPARES):
-            memory = <char*>exchange(&ints.spare.memory[k], memory)
-            if memory == NULL:
-                return
-    xfree(memory)
+    if ints.owned != NULL:
+        give_memory(ints.spare, ints.owned)
+        ints.owned = NULL
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
