@@ -359,7 +359,7 @@ def host_of(array: mx.array) -> np.ndarray:
 
 def owned(array: mx.array) -> mx.array:
     """Return a copy in memory of its own."""
-    twin = mx.array(host_of(array)).view(array.dtype)
+    twin = mx.array(np.asarray(host_of(array), order="C")).view(array.dtype)  # MLX takes no negative strides
     mx.eval(twin)  # or only this thread could use it
     return twin
 

@@ -222,4 +222,4 @@ def _read(value: Any, row: np.ndarray, place: list[int]) -> Any:
 
 
 def _as_bytes(array: mx.array) -> np.ndarray:
-    return host_of(array).reshape(-1).view(np.uint8)
+    return np.asarray(host_of(array), order="C").reshape(-1).view(np.uint8)

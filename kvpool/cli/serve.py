@@ -160,7 +160,8 @@ def run(args: argparse.Namespace) -> int:
         said, status = f"--model {args.model}: {by_flags(exc) or 'not enough memory'}", 2
     if publisher is not None:
         publisher.close()
-    last = threading.Thread(target=say, args=(f"kvpool serve: {said}", args.log), daemon=True)
+    told = f"kvpool serve: {said}", args.log, "error" if status else "info"
+    last = threading.Thread(target=say, args=told, daemon=True)
     last.start()
     last.join(LAST_SECONDS)  # nobody may read it, and its pipe be full
     leave(status)  # threads of MLX must not run while the interpreter shuts down
@@ -290,7 +291,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         raise CommandError(f"--chat-template {args.chat_template}: {getattr(exc, 'strerror', 'is not text')}") from None
     origins = tuple(filter(None, map(str.strip, (args.allowed_origins or "").split(","))))
     for one in origins:
-        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", one):  # as browsers say it
+        if not re.fullmatch(r"\*|null|file://|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", one):  # as browsers and Electron say it
             text = "must be *, or as https://chat.example:8000, in lower case and without a path"
             raise CommandError(f"--allowed-origins {one}: {text}")
     ranges = {"temperature": ("--temp", args.temp, 0, 100), "top_p": ("--top-p", args.top_p, 1e-9, 1)}
@@ -382,9 +383,9 @@ def tell(args: argparse.Namespace, url: str, engine: Engine) -> None:
         )
 
 
-def say(text: str, form: str = "text", *, file: TextIO | None = None) -> None:
+def say(text: str, form: str = "text", level: str = "info", *, file: TextIO | None = None) -> None:
     """Print a line, to stderr by default, as --log says. A server works on if nobody can read it."""
     if form == "json":
-        text = json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S"), "level": "info", "message": text})
+        text = json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S"), "level": level, "message": text})
     with suppress(OSError):
         print(text, file=file or sys.stderr, flush=True)

@@ -664,6 +664,17 @@ def test_a_cache_of_any_attributes_comes_back_with_them():
     assert (type(found), found.kind, found.fields, length) == (Own, "mine", "mine", 40)
 
 
+@pytest.mark.parametrize("cut", [np.s_[:, ::-1], np.s_[..., -1:], np.s_[0, :, ::3]])
+def test_states_are_kept_and_stored_whatever_their_strides(cut):
+    state, tokens = cache_module.ArraysCache(1), list(range(40))
+    state[0] = mx.arange(96.0).reshape(1, 4, 24)[cut]
+    store = MemoryStore(store_layout([state], "w"), 1 << 20)
+    for prompts in (PromptCache(store=store), PromptCache(store=store)):
+        prompts.insert(tokens, [state] * (not store.stats()["memory"].stored))
+        (found,), length = prompts.fetch([*tokens, 1])
+        assert length == 40 and mx.array_equal(found[0], state[0])
+
+
 class Bare:
     """A class that nobody knows and that says nothing."""
 

@@ -89,6 +89,7 @@ def test_sigterm_lets_requests_end_and_takes_no_more():
         (["--events-replay", "tcp://127.0.0.1:9"], "--events-replay: needs --events"),
         (["--allowed-origins", "https://a.example, b.example"], "--allowed-origins b.example: must be"),
         (["--allowed-origins", "https://a.example/"], "--allowed-origins https://a.example/: must be"),
+        (["--allowed-origins", "null, file://, app://obsidian.md, http://[::1]:80, x"], "--allowed-origins x: must be"),
         (["--events", "tcp:/x"], "--events: tcp:/x cannot be bound: Invalid argument"),
         (["--memory", "2GiB:1GiB"], "--memory 2GiB:1GiB: 2GiB is above 1GiB"),
         (["--memory", "1GiB:"], "is not a size"),
@@ -120,6 +121,7 @@ def test_nonsense_is_refused_in_one_line(capsys, arguments, message):
     [
         (["--memory", "1"], "no usable block: blocks need 48.00 KiB at least; there are 1 B"),
         (["--kv-bits", "8"], "--kv-group-size 64"),
+        (["--kv-bits", "8", "--log", "json"], '"level": "error", "message": "kvpool serve: '),
         (["--model", "BROKEN"], "No safetensors found"),
         (["--store", "/proc/nowhere/at/all"], "--store /proc/nowhere/at/all: "),
         (["--store", "redis://:SECRET@host:notaport"], "--store ...: "),
