@@ -30,11 +30,14 @@ cdef inline int32_t pool_next_block(State* pool, int32_t arena) noexcept nogil:
     return NO_BLOCK if has_tree(pool) else b.lru.head
 
 
-cdef inline int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t count, Verdict* v) noexcept nogil:
+cdef inline int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t count, int64_t room,
+                           Verdict* v) noexcept nogil:
+    """`room`: of `ids`. Without a GIL the arena may have grown since they were made."""
     cdef Blocks* b = blocks_of(pool, arena)
     cdef int64_t available = b.num_blank
     if count > available and not has_tree(pool):
         available = blocks_available(b)
+    available = min(available, room)
     if count > available:
         blocks_short(b, v, arena, -1, -1, count, count - available)
         v.evictable = available - b.num_blank
@@ -330,7 +333,7 @@ cdef class BlockAPI:
         -----
         O(n), no Python object per block.
         """
-        cdef int64_t count = 1
+        cdef int64_t count = 1, room
         cdef object found           # an int: Cython would keep a C integer, and make the object at the end
         cdef int32_t one, next_one = NO_BLOCK
         cdef Verdict v
@@ -341,24 +344,25 @@ cdef class BlockAPI:
             return self.alloc_into(out, count)
         if n is not None:
             # More blocks than there are will be refused: no array for them.
-            ids = new_int32(count if count <= self.room() else 0)
-            self.alloc_now(<int32_t*>array_data(ids), count)
+            room = self.room()
+            ids = new_int32(count if count <= room else 0)
+            self.alloc_now(<int32_t*>array_data(ids), count, room)
             return ids
         while status == RETRY:
             found = next_one            # made before anything moves
             pool_enter(self.state, "alloc")
             if pool_next_block(self.state, self.number) == next_one:
-                status = pool_alloc(self.state, self.number, &one, 1, &v)
+                status = pool_alloc(self.state, self.number, &one, 1, 1, &v)
             next_one = pool_next_block(self.state, self.number)
             pool_leave(self.state)
         if status != OK:
             refuse("alloc", &v)
         return found
 
-    cdef int alloc_now(self, int32_t* ids, int64_t count) except -1:
+    cdef int alloc_now(self, int32_t* ids, int64_t count, int64_t room) except -1:
         cdef Verdict v
         pool_enter(self.state, "alloc")
-        cdef int status = pool_alloc(self.state, self.number, ids, count, &v)
+        cdef int status = pool_alloc(self.state, self.number, ids, count, room, &v)
         pool_leave(self.state)
         return 0 if status == OK else refuse("alloc", &v)
 
@@ -390,7 +394,7 @@ cdef class BlockAPI:
         ints_init(&made, &self.state.spare)
         try:
             ints_room(&made, count, 4, "alloc", "ids")
-            self.alloc_now(<int32_t*>made.data, count)
+            self.alloc_now(<int32_t*>made.data, count, count)
             memcpy(out, made.data, count * sizeof(int32_t))
         finally:
             ints_free(&made)
@@ -483,18 +487,18 @@ cdef class BlockAPI:
         cdef Blocks* b
         cdef Ints room
         cdef Verdict v
-        cdef int64_t available, count = to_int(n, "take", "n", 0, INT64_MAX)
+        cdef int64_t available, count = to_int(n, "take", "n", 0, INT64_MAX), most = self.room()
         cdef int32_t* ids
         cdef int status = RETRY
         cdef uint64_t seen
         cdef int32_t evicted = 0, k
         ints_init(&room, &self.state.spare)
         try:
-            ids = <int32_t*>ints_room(&room, min(count, self.room()), 4, "take", "ids")
+            ids = <int32_t*>ints_room(&room, min(count, most), 4, "take", "ids")
             while status == RETRY:
                 pool_enter(self.state, "take")
                 b = self.at()
-                available = blocks_available(b)
+                available = min(blocks_available(b), most)      # without a GIL the arena may have grown
                 if has_tree(self.state):
                     status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
                 elif count > available:
