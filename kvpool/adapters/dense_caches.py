@@ -301,7 +301,8 @@ def _plane(data: mx.array, part: Part, rows: int) -> mx.array:
 def nbytes_of(cache: Any, role: str) -> int:
     """Bytes of a cache that is kept whole, after it is cut to what it needs."""
     held = compact(cache) if role == "state" else cache
-    nbytes = sum(array.nbytes for array in arrays_in(getattr(held, "__dict__", None)))
+    slots = [getattr(held, name, None) for kind in type(held).__mro__ for name in getattr(kind, "__slots__", ())]
+    nbytes = sum(array.nbytes for array in arrays_in([getattr(held, "__dict__", None), slots]))
     try:
         return nbytes if role == "state" else max(nbytes, int(cache.nbytes))
     except (AttributeError, NotImplementedError):  # it does not say

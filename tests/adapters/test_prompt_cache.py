@@ -686,6 +686,8 @@ def test_a_class_without_methods_is_kept_whole_and_counted_by_its_arrays():
     prompts = PromptCache(2000)
     assert [prompts.insert([count] * 20, [Bare(count)]) for count in (100, 300, 600)] == [True, True, False]
     assert (len(prompts), prompts.nbytes, prompts.fetch([300] * 21)[1]) == (2, 1600, 20)
+    slots = type("Slots", (), {"__slots__": ("held",), "__init__": lambda self: setattr(self, "held", mx.ones((900,)))})
+    assert not prompts.insert([1] * 20, [slots()])
     prompts = PromptCache()
     prompts.insert([1] * 20, [type("Own", (cache_module._BaseCache,), {})(), computed("unknown", [1])[0]])
     assert (len(prompts), prompts.nbytes) == (1, 100)
