@@ -39,6 +39,7 @@ cdef class PlanGroup:           # what a plan has for one layer group; it keeps 
     cdef tuple whole_shape(self, str name)
     cdef int check_width(self, str name, int width) except -1
     cdef int room_for_copies(self, State* pool, int64_t copies) except -1
+    cdef dict arrays_now(self)
     cdef object view(self, str name, int64_t length, bint flat=*)
 
 

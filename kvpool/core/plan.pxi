@@ -182,6 +182,10 @@ cdef class PlanGroup:
                 pool_leave(pool)
         return 0
 
+    cdef dict arrays_now(self):
+        with critical_section(self):            # another thread may exchange them
+            return self.arrays
+
     cdef object view(self, str name, int64_t length, bint flat=False):
         """What the last step filled; the same object as long as its length stays. `flat`: without columns."""
         cdef dict arrays, views
@@ -515,7 +519,7 @@ cdef class Plan:
                 with critical_section(self):
                     seen, kept = self.changes, self.bound_arrays
                 held = {(k, name): array for k in range(len(self.parts))
-                        for name, array in (<PlanGroup>self.parts[k]).arrays.copy().items()}
+                        for name, array in (<PlanGroup>self.parts[k]).arrays_now().copy().items()}
                 held.update({key: (array, None) for key, array in arrays.items()})
                 kept = [entry for entry in kept if (entry[0], FIELDS[entry[1]]) not in arrays]
                 for (k, name), array in arrays.items():
@@ -689,11 +693,11 @@ cdef class Plan:
     cdef object view(self, str name, int64_t length):
         """An array that is common, or of the only layer group, without columns if it has one."""
         cdef PlanGroup part = self.common
-        if name not in part.arrays and name not in COMMON:
+        if name not in ("served", "handles") and name not in COMMON:
             if len(self.group_plans) > 1:
                 raise ValueError(f"[Plan] {name} differs between layer groups, see plan.groups")
             part = <PlanGroup>self.group_plans[0]
-        if name not in part.arrays:
+        if name not in part.arrays_now():
             raise AttributeError(f"[Plan] {name} was not asked for, this plan fills {', '.join(self.names)}")
         return part.view(name, length, True)
 

@@ -173,10 +173,10 @@ cdef int init_groups(State* pool, tuple groups, int64_t lookahead) except -1:
     gs.pends = pool.steps_pend
     gs.block_size = pool.blocks.block_size
     gs.seq_tokens = pool.seqs.max_blocks * gs.block_size
-    gs.longest = INT32_MAX * gs.block_size
     gs.has_entries = has_entries(groups)
     gs.unit = min([(group.block_size or gs.block_size) // gs.block_size for group in groups if group.kind != "state"],
                   default=1)
+    gs.longest = INT32_MAX // gs.unit * gs.unit * gs.block_size
     gs.most_blocks = blocks_for(gs, gs.seq_tokens)
     init_arenas(pool, groups)
     if gs.most_blocks > INT32_MAX:

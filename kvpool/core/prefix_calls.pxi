@@ -357,17 +357,22 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
     cdef Directive told
     cdef Verdict v
     cdef int status = RETRY
+    cdef bint is_indexed = False
     read_keep(&told, keep, call)
+    if keep is not None or cut is not None:
+        pool_enter(pool, call)          # it may have been shut down
+        is_indexed = has_tree(pool)
+        pool_leave(pool)
     if ttl is not None:
         told.ttl = to_int(ttl, call, "ttl", 1, INT64_MAX >> 1)
-    if keep is not None and not has_tree(pool):
+    if keep is not None and not is_indexed:
         raise ValueError(f"[{call}] keep is {keep}, but the pool has no prefix cache: leave it out")
     ints_init(&prompt, &pool.spare)
     try:
         read_prompt(&prompt, tokens, namespace, reserve, take, call)
         if cut is not None:
             place = to_int(cut, call, "cut", 0, prompt.size)
-            if not has_tree(pool):
+            if not is_indexed:
                 raise ValueError(f"[{call}] cut is {place}, but the pool has no prefix cache: leave it out")
             if load:
                 raise ValueError(f"[{call}] cut is {place}, but load is True: leave it out")

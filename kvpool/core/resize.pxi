@@ -289,15 +289,17 @@ cdef int pool_resize(State* pool, const int32_t* sizes, int32_t** moves, const i
     """All arenas, or none. `counts`: how many moves each has. RETRY: see `judge_resize`."""
     cdef Groups* gs = pool.groups
     cdef uint64_t digest
-    cdef int32_t k, i
+    cdef int32_t k, i, grown = 0
     cdef int status = judge_resize(pool, sizes, room, v)
     if status != OK:
         return status
     for k in range(gs.num_arenas):
-        if sizes[k] > gs.arena[k].num_blocks and blocks_room(gs.arena[k], sizes[k]) != OK:
-            return refused(v, NO_MEMORY, -1, sizes[k], 0, 0, 0)
+        if sizes[k] > gs.arena[k].num_blocks:
+            grown = k
+            if blocks_room(gs.arena[k], sizes[k]) != OK:
+                return refused(v, NO_MEMORY, -1, sizes[k], 0, 0, 0)
     if gs.tree != NULL and tree_room(gs, sizes) != OK:
-        return refused(v, NO_MEMORY, -1, sizes[0], 0, 0, 0)
+        return refused(v, NO_MEMORY, -1, sizes[grown], 0, 0, 0)
     for k in range(gs.num_arenas):
         if sizes[k] > gs.arena[k].num_blocks:
             arena_grow(gs, k, sizes[k])

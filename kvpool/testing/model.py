@@ -525,7 +525,8 @@ class ModelPool(CacheModel, AbstractContextManager):
         """Whether a sequence may hold `n` tokens more: in no group of blocks more than the pool allows."""
         held = max((self.held(seq, layer) for layer in self.kv), default=seq.num_tokens)
         longest = (2**31 - 1) * self.block_size
-        return held + n <= self.options.max_blocks_per_seq * self.block_size and seq.num_tokens + n <= longest
+        fits = held + n <= self.options.max_blocks_per_seq * self.block_size
+        return fits and self._rounded(seq.num_tokens + n) <= longest
 
     def _refuse_row(self, call: str, plan: ModelPlan, row: int, seq: Sequence, n: int) -> None:
         """Refuse what neither the pool's nor the plan's tables can hold."""

@@ -72,6 +72,23 @@ def test_sequence_that_grows_over_an_edge_has_exact_lengths_and_slots(edge, bloc
     assert_lengths_around(Pool, edge, block_size)
 
 
+@pytest.mark.slow
+def test_stream_whose_capacity_would_pass_int32_is_refused():
+    most = 2**21
+    groups = [Group.full(block_size=4)]
+    pool = Pool(most // 4 + 1, 1, max_seqs=1, max_blocks_per_seq=most, groups=groups, in_order=True)
+    plan, handle = Plan(pool, 1, most, formats=()), pool.open(0)
+    while pool.num_tokens(handle) < 2**31 - most:
+        pool.step(plan, [handle], most)
+        pool.compact([handle], [0])
+    pool.step(plan, [handle], most - 5)
+    with pytest.raises(CapacityExceeded, match=f" would hold {2**31 - 3} tokens, the limit is {2**31 - 4}$"):
+        pool.step(plan, [handle], 2)  # 2^31 blocks of the pool have room for it
+    pool.step(plan, [handle], 1)
+    assert pool.capacity(handle) == pool.num_tokens(handle) == 2**31 - 4 and not pool.can([handle], 1)
+    pool.check()
+
+
 def test_length_that_passes_through_32_bits_is_detected():
     class Wraps(Pool):
         def num_tokens(self, handle):

@@ -214,6 +214,19 @@ def test_call_without_memory_that_leaves_a_sequence_behind_is_detected():
     assert "step: the failure of allocation" in swept("3", "planted")["findings"][0]
 
 
+@can_fail
+def test_resize_without_memory_names_the_size_of_the_arena_that_grows():
+    pool = kvpool.Pool(20, 4, groups=[Group.full(), Group.full(arena=1, num_blocks=30)], prefix_cache=True)
+    for number in range(1, 12):  # of its blocks, then of the tree
+        _core.fail_at(number)
+        try:
+            with pytest.raises(MemoryError, match=r"^\[resize\] no memory for 50 entries$"):
+                pool.resize(50, arena=1)
+        finally:
+            _core.fail_at(0)
+    assert pool.resize(50, arena=1).tolist() == []
+
+
 @pytest.mark.skipif(_core.can_fail(), reason="this build can")
 def test_release_build_refuses_to_fail_on_demand():
     with pytest.raises(RuntimeError, match=r"\[fail_at\]"):

@@ -5,6 +5,7 @@ import gc
 import pytest
 
 from kvpool.errors import KVPoolError, PlanStateError, PoolClosed, StaleHandle
+from kvpool.retention import Keep
 from tests.conftest import ONE_HANDLE_CALLS
 
 # --- deferred close ---------------------------------------------------------------------------------------
@@ -138,6 +139,9 @@ def test_shutdown_twice_is_legal_and_every_call_afterwards_is_pool_closed(make_a
         with pytest.raises(PoolClosed) as caught:
             call(pool, plan, handle)
         assert str(caught.value).startswith(f"[{name}] "), str(caught.value)
+    for told in ({"cut": 0}, {"keep": Keep(1, 9)}):
+        with pytest.raises(PoolClosed, match=r"^\[open\] "):
+            pool.open([1], **told)
 
 
 def test_pool_as_context_manager_is_shut_down_and_lets_exceptions_pass(core):
