@@ -697,9 +697,10 @@ cdef class Plan:
             if len(self.group_plans) > 1:
                 raise ValueError(f"[Plan] {name} differs between layer groups, see plan.groups")
             part = <PlanGroup>self.group_plans[0]
-        if name not in part.arrays_now():
-            raise AttributeError(f"[Plan] {name} was not asked for, this plan fills {', '.join(self.names)}")
-        return part.view(name, length, True)
+        try:
+            return part.view(name, length, True)
+        except AttributeError:
+            raise AttributeError(f"[Plan] {name} was not asked for, this plan fills {', '.join(self.names)}") from None
 
     @property
     def groups(self):
