@@ -305,7 +305,7 @@ def nbytes_of(cache: Any, role: str) -> int:
     nbytes = sum(array.nbytes for array in arrays_in([getattr(held, "__dict__", None), slots]))
     try:
         return nbytes if role == "state" else max(nbytes, int(cache.nbytes))
-    except (AttributeError, NotImplementedError):  # it does not say
+    except (AttributeError, NotImplementedError):  # it has none, or mlx-lm's base class, which raises
         return nbytes
 
 

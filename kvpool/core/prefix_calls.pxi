@@ -50,9 +50,6 @@ cdef void row_joins(State* pool, int32_t slot, const Ints* tokens, Name* name, u
     prefix.name = name
     prefix.root_hash = root_hash
     row.cut = row.junction = row.keep.priority = 0
-    row.node = gs.tree.path[hit.nodes - 1] if hit.nodes else NO_NODE
-    if hit.nodes:
-        gs.tree.node[row.node].users += 1
     memset(row.taken, 0xFF, sizeof(row.taken))          # NO_CHECKPOINT
     if load:
         row.cut = tokens.size

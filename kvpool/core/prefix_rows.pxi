@@ -183,7 +183,11 @@ cdef int32_t open_row(Groups* gs, const Ints* tokens, const Hit* hit, const int6
     cdef LayerGroup* g
     cdef int64_t blocks = blocks_for(gs, tokens.size if reserve and gs.has_entries else hit.nodes * gs.block_size)
     cdef int32_t k, restored = -1, slot = seq_new(s)
-    for k in range(gs.num_groups):      # what is found first: room must not be made of it
+    if t != NULL:                       # what is found first: room must not be made of it
+        t.row[slot].node = t.path[hit.nodes - 1] if hit.nodes else NO_NODE
+        if hit.nodes:
+            t.node[t.row[slot].node].users += 1
+    for k in range(gs.num_groups):
         row_begin(&gs.group[k], slot)
         if hit.nodes and gs.group[k].kind != STATE_LAYERS:
             open_group(gs, k, slot, hit)

@@ -40,6 +40,19 @@ def test_first_tokens_alone_are_kept(make_any, make_plan):
     assert pool.prefix.stats().kept == 0
 
 
+def test_prompt_whose_checkpoint_makes_room_for_its_rest_keeps_its_node(make_pool, make_plan):
+    """At the end of a chunk a checkpoint has no blocks, and leaves before what is kept."""
+    pool = make_pool(9, 4, max_blocks_per_seq=16, groups=[Group.chunk(8)], prefix_cache=True)
+    for prompt, directive in ((A + B, None), (C + D + A, Keep(1, 9))):
+        handle = pool.open(prompt, cut=len(prompt), keep=directive)
+        compute(make_plan, pool, handle, len(prompt))
+        pool.prefix.commit(handle, prompt)
+        pool.close(handle)
+    assert pool.num_tokens(pool.open(A + B + 8 * C)) == 8  # which takes every block
+    pool.check()
+    assert pool.prefix.stats().checkpoints == 0
+
+
 def test_fork_has_the_directive_of_its_parent(make_any, make_plan):
     pool = make_any()
     parent = pool.open(keep=Keep(1, 5))
