@@ -7,14 +7,19 @@
     python -m tests.verify --model              # beside the plain model: ids, order, counts, refusals, too
     python -m tests.verify --canaries           # planted faults, each of which has to be found
 
-A finding is shrunk and printed as a test, with the command that repeats it.
+A finding is shrunk and printed as a test, with the command that repeats it. So is the command of a run that ends the
+process or does not end itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import sys
+from collections.abc import Callable
+from ctypes import c_uint64
+from typing import Any
 
 import kvpool
 from kvpool.cli.console import CommandError, whole
@@ -23,6 +28,8 @@ from tests.verify import run
 from tests.verify.twin import WORDS_PER_RUN as WORDS_BESIDE_MODEL
 from tests.verify.twin import Twin
 from tests.verify.words import ALWAYS, WORDS, shape_of
+
+LONGEST_RUN = 60.0  # seconds; a run of the core takes milliseconds, beside the model or sanitized a few seconds
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -53,14 +60,45 @@ def left_out(words: list[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
+def again(args: argparse.Namespace, seed: int) -> str:
+    """The command that makes the run of this seed alone."""
+    options = "".join(f" --without {word}" for word in args.without) + " --model" * args.model
+    return f"again: python -m tests.verify --seed {seed} --ops 1{options}"
+
+
+def watched(args: argparse.Namespace, work: Callable[[c_uint64], int]) -> int:
+    """Do the work in a child, which notes the seed of each run: a run can crash, or hold the interpreter for ever."""
+    fork, last, hangs = multiprocessing.get_context("fork"), 0, False
+    running = fork.RawValue(c_uint64)  # 0: none
+    child = fork.Process(target=lambda: sys.exit(work(running)))
+    child.start()
+    while child.exitcode is None:
+        child.join(LONGEST_RUN)
+        hangs = child.exitcode is None and running.value == last != 0
+        if hangs:
+            child.kill()
+            child.join()
+        last = running.value
+    if last == 0:
+        return child.exitcode
+    why = "does not end" if hangs else f"ended the process ({child.exitcode})"
+    print(f"FINDING: the run of seed {last} {why}\n{again(args, last)}", flush=True)
+    return 1
+
+
 def fuzz(args: argparse.Namespace) -> int:
     """Search; 0 without a finding."""
     without = left_out(args.without)
     seed = random.SystemRandom().getrandbits(31) if args.seed is None else whole("--seed", args.seed, 0, 2**63)
-    limit = limits(args)
-    print(f"seed {seed}", flush=True)
     make_pool, length = (Twin, WORDS_BESIDE_MODEL) if args.model else (kvpool.Pool, run.WORDS_PER_RUN)
-    report = run.search(seed, **limit, without=without, words=length, make_pool=make_pool, told=Progress(limit))
+    options = {"without": without, "words": length, "make_pool": make_pool, **limits(args)}
+    print(f"seed {seed}", flush=True)
+    return watched(args, lambda running: search(args, seed, running, options))
+
+
+def search(args: argparse.Namespace, seed: int, running: c_uint64, options: dict[str, Any]) -> int:
+    """Make the runs, and print what was found."""
+    report = run.search(seed, **options, running=running, told=Progress(options))
     rate = report.calls / report.seconds
     print(f"{report.calls:,} calls in {report.runs:,} runs, {report.seconds:.1f} s, {rate:,.0f}/s")
     print("  words: " + ", ".join(f"{name} {n:,}" for name, n in report.words.items()))
@@ -68,14 +106,12 @@ def fuzz(args: argparse.Namespace) -> int:
     if report.finding is None or report.seed is None:
         print("no finding")
         return 0
-    options = "".join(f" --without {word}" for word in without) + " --model" * args.model
-    print(f"FINDING at word {report.place}: {report.finding}")
-    print(f"again: python -m tests.verify --seed {report.seed} --ops 1{options}", flush=True)
-    shrunk = run.shrink(shape_of(report.seed, without), report.place, make_pool)
+    print(f"FINDING at word {report.place}: {report.finding}\n{again(args, report.seed)}", flush=True)
+    shrunk = run.shrink(shape_of(report.seed, options["without"]), report.place, options["make_pool"])
     if shrunk is None:
         print("The run fails, but not by the methods of Python with a check after every word.")
         return 1
-    print(run.as_test(report.seed, without, shrunk, args.model))
+    print(run.as_test(report.seed, options["without"], shrunk, args.model))
     return 1
 
 

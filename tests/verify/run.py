@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import kvpool
@@ -59,16 +60,19 @@ def search(
     without: Iterable[str] = (),
     words: int = WORDS_PER_RUN,
     make_pool: Callable[..., Any] = kvpool.Pool,
+    running: Any = None,
     **until: Any,
 ) -> Report:
     """Run after run until one finds something, or so many calls or seconds are through: see `runs_of`.
 
     The first run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run that failed. A run is made
-    whole, of so many `words`. `without` names words that no program has.
+    whole, of so many `words`. `without` names words that no program has. ``running.value`` is the seed of
+    the run that is made, 0 afterwards.
     """
     report, left_out = Report(), tuple(without)
-    for run_seed in runs_of(report, seed, **until):
-        run = Run(shape_of(run_seed, left_out), make_pool)
+    running = SimpleNamespace() if running is None else running
+    for running.value in runs_of(report, seed, **until):
+        run = Run(shape_of(running.value, left_out), make_pool)
         report.finding = finding_of(lambda run=run: run.run(words))  # type: ignore[misc]
         report.place = run.place
         said, met = run.facts()
@@ -76,6 +80,7 @@ def search(
         report.met.update(met)
         report.calls += met["calls"]
         run.shutdown()
+    running.value = 0
     return report
 
 

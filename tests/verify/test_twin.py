@@ -92,11 +92,11 @@ def test_planted_fault_is_found_shrunk_and_printed_as_a_test():
     assert run.play(shape_of(report.seed), shrunk.words, Planted)[0] == shrunk.finding
 
 
-def test_command_compares_with_the_model_and_tells_how_to_make_a_finding_again(capsys, monkeypatch):
+def test_command_compares_with_the_model_and_tells_how_to_make_a_finding_again(capfd, monkeypatch):
     assert main(["--model", "--ops", "300", "--seed", "3"]) == 0
     monkeypatch.setattr("tests.verify.__main__.Twin", Planted)
     assert main(["--model", "--ops", "20000", "--seed", "1"]) == 1
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     assert "--ops 1 --model" in said and "words, Twin)" in said
 
 

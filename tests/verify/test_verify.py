@@ -1,10 +1,14 @@
 """The fuzzer finds nothing in the core, repeats itself, finds a planted fault, and refuses what is wrong."""
 
+import os
+import signal
+from functools import partial
+
 import pytest
 
 import kvpool
+from tests.verify import __main__ as command
 from tests.verify import run
-from tests.verify.__main__ import left_out, main
 from tests.verify._verify import Run
 from tests.verify.canaries import CANARIES, planted
 from tests.verify.words import WORDS, shape_of
@@ -55,13 +59,23 @@ def test_planted_fault_is_found_shrunk_and_repeated():
     names[f"test_verify_{report.seed}"]()  # the core does not have the fault
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"), [(signal.pause, "does not end"), (partial(os._exit, 3), "ended the process (3)")]
+)
+def test_run_that_crashes_or_never_ends_is_named(fault, why, monkeypatch, capfd):
+    monkeypatch.setattr(command, "LONGEST_RUN", 0.5)
+    monkeypatch.setattr(run, "shape_of", lambda *_: fault())
+    assert command.main(["--ops", "1", "--seed", "7"]) == 1
+    assert f"the run of seed 7 {why}\nagain: python -m tests.verify --seed 7 --ops 1\n" in capfd.readouterr().out
+
+
 def test_canaries_are_in_the_text_of_the_core():
     text = "".join(planted().values())
     assert all(f"(kv_planted == {number})" in text for number in range(1, len(CANARIES) + 1))
 
 
 def test_words_left_out_are_not_said():
-    report = run.search(3, calls=20_000, without=left_out(["rollback", "fork"]))
+    report = run.search(3, calls=20_000, without=command.left_out(["rollback", "fork"]))
     assert report.words["rollback"] == report.words["fork"] == 0 and report.finding is None
 
 
@@ -78,5 +92,5 @@ def test_words_left_out_are_not_said():
     ],
 )
 def test_option_wrong_is_refused_with_its_name(options, capsys):
-    status, said = main(options), capsys.readouterr().err
+    status, said = command.main(options), capsys.readouterr().err
     assert status == 2 and options[0] in said and options[1] in said, said
