@@ -27,7 +27,7 @@ from benchmarks.gate import Gate, table
 from benchmarks.measure import Contestant, seconds_per_call
 from benchmarks.tiny_families import NOT_RUN, OWN, build, config_of, randomize
 from kvpool import OutOfBlocks
-from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.hooks import Hook
 from kvpool.adapters.mlx_lm.host import PagedKV, install
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.shapes import Leaf, ModelShape, Shape, inspect_model, leaves_of

@@ -14,7 +14,7 @@ from mlx_models import on_cpu
 
 from benchmarks import models
 from kvpool.adapters.mlx_lm import install
-from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.hooks import Hook
 from kvpool.adapters.mlx_lm.shapes import leaves_of
 from kvpool.adapters.mlx_lm.states import arrays_in
 

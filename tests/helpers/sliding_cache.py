@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import CacheList, KVCache
 
-from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.hooks import Hook
 
 
 class SlidingCache(KVCache):

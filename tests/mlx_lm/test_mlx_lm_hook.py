@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_models import computing_on_cpu, tiny_llama
 
 from kvpool.adapters.mlx_lm import install
-from kvpool.adapters.mlx_lm.attention import Site
+from kvpool.adapters.mlx_lm.hooks import Site
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 

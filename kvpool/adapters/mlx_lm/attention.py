@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gemma2
 
-from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.hooks import Hook, Site
 from kvpool.protocol import AttentionOptions, KVBackend, StepArrays
 
 ROWS = ((5, 3, 7, 2), (4, 9))  # tokens; the last one of each row is a decode, the others are a chunk
@@ -449,70 +447,6 @@ def _gemma2_call(original: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------- sites
-
-
-class Site(NamedTuple):
-    """One attribute of mlx-lm that a stand-in replaces."""
-
-    owner: Any
-    name: str
-    make: Callable[[Any], Any]
-
-    def __str__(self) -> str:
-        return f"{self.owner.__name__}.{self.name}"
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the attribute is the stand-in now."""
-        patch = _patches.get((self.owner, self.name))
-        return patch is not None and vars(self.owner).get(self.name) is patch.stand_in
-
-    @property
-    def is_covered(self) -> bool:
-        """Whether the stand-in should be in place, but somebody has set the attribute to something else."""
-        patch = _patches.get((self.owner, self.name))
-        return patch is not None and patch.count > 0 and not self.is_active
-
-    def enter(self) -> None:
-        """Put the stand-in in place, or count one more user of it."""
-        with _lock:
-            found = vars(self.owner)[self.name]
-            patch = _patches.get((self.owner, self.name))
-            if patch is None or (not patch.count and found is not patch.original):
-                patch = _patches[self.owner, self.name] = _Patch(found, self.make(found))
-            if found is patch.original:  # also after a reload of the module
-                setattr(self.owner, self.name, patch.stand_in)
-            patch.count += 1
-
-    def require_ours(self) -> None:
-        """Raise RuntimeError if the next `leave` is the last one and somebody else has set the attribute."""
-        patch, found = _patches.get((self.owner, self.name)), vars(self.owner).get(self.name)
-        if patch is not None and patch.count == 1 and found not in (patch.stand_in, patch.original):
-            raise RuntimeError(
-                f"[install] {self} is {found!r}, which somebody has set inside the block: "
-                "put back what was there before the block ends"
-            )
-
-    def leave(self) -> None:
-        """Undo one `enter`, in any order. The last call puts the original back."""
-        with _lock:
-            patch = _patches[self.owner, self.name]
-            patch.count -= 1
-            if not patch.count:
-                setattr(self.owner, self.name, patch.original)
-
-
-@dataclass(slots=True)
-class _Patch:
-    """A stand-in and the number of its users. It is kept after the last one leaves, for the next."""
-
-    original: Any
-    stand_in: Any
-    count: int = 0
-
-
-_patches: dict[tuple[Any, str], _Patch] = {}
-_lock = threading.Lock()
 
 
 ATTENTION = Site(mx.fast, "scaled_dot_product_attention", _attention)

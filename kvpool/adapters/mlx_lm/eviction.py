@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.hooks import Hook
 from kvpool.adapters.mlx_lm.passes import Passes
 from kvpool.eviction import Evictor, Policy, SlidingWindow, check_backend
 

@@ -18,13 +18,12 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 import kvpool
-from kvpool.adapters.mlx_lm.attention import NUM_TOKENS, ROWS, Site, find_sites, reason_to_gather
+from kvpool.adapters.mlx_lm.attention import NUM_TOKENS, ROWS, find_sites, reason_to_gather
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
-from kvpool.adapters.mlx_lm.cache_hook import Hook
 from kvpool.adapters.mlx_lm.eviction import check_policy
+from kvpool.adapters.mlx_lm.hooks import Hook, Site, server_sites
 from kvpool.adapters.mlx_lm.layout import Layout, layout_of
 from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Passes, site_of
-from kvpool.adapters.mlx_lm.server_hook import server_sites
 from kvpool.adapters.mlx_lm.shapes import COUNTS_CONTEXT, ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory

@@ -31,12 +31,12 @@ from kvpool.adapters.mlx_lm.attention import (
     Forward,
     PagedContext,
     PagedMask,
-    Site,
     causal_mask,
     paged_latents,
     paged_mask,
     smaller_window,
 )
+from kvpool.adapters.mlx_lm.hooks import Site
 from kvpool.adapters.mlx_lm.layout import Layout, Place
 from kvpool.adapters.mlx_lm.shapes import build, leaves_of
 from kvpool.adapters.mlx_lm.states import (

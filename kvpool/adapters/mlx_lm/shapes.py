@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from kvpool.adapters.mlx_lm.cache_hook import Hook
+from kvpool.adapters.mlx_lm.hooks import Hook
 from kvpool.config import KVSpec
 from kvpool.eviction import SlidingWindow
 
