@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import numpy as np
 from asgi_correlation_id import CorrelationIdMiddleware, correlation_id
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,7 +29,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvpool.adapters.mlx_lm.chat import speller
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
-from kvpool.adapters.mlx_lm.grammar import Grammar, Trial
+from kvpool.adapters.mlx_lm.grammar import Grammar, Grammars, Trial
 from kvpool.errors import RequestRejected
 from kvpool.retention import Keep
 from kvpool.serving import messages
@@ -47,7 +48,6 @@ from kvpool.serving.requests import (
 )
 from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
 from kvpool.serving.runner import EngineFailed, Run, Runner, blocks_by_tenant
-from kvpool.serving.scores import Given
 from kvpool.serving.speech import Manner
 from kvpool.serving.texts import Processes, Threads, shared
 
@@ -499,6 +499,29 @@ class Service:
             none = replace(sample, tokens=sample.tokens[:0], text="", finish_reason="length")
             completions.append(replace(run.completions[0], samples=(none,) * body.n))
         return completions
+
+
+class Given(Grammar):
+    """A grammar whose only answer are these tokens: so the engine says a prompt, and what it thinks of each token.
+
+    It follows its samples, too. All grammars have as many bits.
+    """
+
+    def __init__(self, tokens: Sequence[int], grammars: Grammars) -> None:
+        super().__init__(None, frozenset())
+        self._tokens, self._size = tokens, len(grammars.regex("a").follow().allowed(np.empty(0, np.int32)))
+
+    def follow(self) -> Any:
+        """Return what follows one sample."""
+        return self
+
+    def allowed(self, generated: np.ndarray) -> np.ndarray:
+        """Return which tokens may come next, one bit each, the lowest first. Behind the last one, all may."""
+        if len(generated) >= len(self._tokens):
+            return np.full(self._size, 255, np.uint8)
+        token, bits = int(self._tokens[len(generated)]), np.zeros(self._size, np.uint8)
+        bits[token // 8] = 1 << token % 8
+        return bits
 
 
 CHATS: dict[str, Any] = {
