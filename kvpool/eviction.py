@@ -657,12 +657,3 @@ class Memory:
             n = min(kv_len, old.shape[2])
             found[..., :n] = old[..., :n]
         return found
-
-
-def block_sums(scores: np.ndarray, lens: np.ndarray, block_size: int) -> np.ndarray:
-    """Scores ``[..., B, Hk, C]`` summed by block, ``[..., B, Hk, ceil(C / block_size)]``; behind `lens` is nothing."""
-    length = scores.shape[-1]
-    inside = np.arange(length) < np.asarray(lens)[:, None, None]
-    padded = np.zeros((*scores.shape[:-1], -(-length // block_size) * block_size), scores.dtype)
-    padded[..., :length] = np.where(inside, scores, 0)
-    return padded.reshape(*scores.shape[:-1], -1, block_size).sum(axis=-1)

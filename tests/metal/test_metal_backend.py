@@ -23,7 +23,7 @@ from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
 from kvpool.testing import conformance
 from kvpool.testing import filled as kit
-from kvpool.testing.conformance_attention import check as check_scores
+from kvpool.testing.conformance import check_scores
 from kvpool.testing.filled import fill
 from kvpool_backends.mlx import MLXBackend, metal_kernels
 from kvpool_backends.mlx import metal as metal_route
