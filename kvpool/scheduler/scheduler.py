@@ -19,7 +19,6 @@ from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.scheduler import drafts, policy, results
 from kvpool.scheduler.beams import Beam
-from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import (
     DECODING,
     END_TOKENS,
@@ -33,6 +32,7 @@ from kvpool.scheduler.request import (
     RequestGroup,
     SchedulerStats,
     TenantStats,
+    WaitingQueue,
     integer,
     real,
 )

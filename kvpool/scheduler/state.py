@@ -22,7 +22,6 @@ from kvpool._core import Plan, Pool
 from kvpool.errors import CorruptState
 from kvpool.retention import Keep
 from kvpool.scheduler.needs import Needs
-from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import (
     DECODING,
     FINISHED,
@@ -34,6 +33,7 @@ from kvpool.scheduler.request import (
     RequestGroup,
     Sequence,
     Times,
+    WaitingQueue,
 )
 
 if TYPE_CHECKING:

@@ -47,9 +47,6 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_SECONDS = 10.0
 
 
-# ---------------------------------------------------------------------- the directory
-
-
 class Refused(OSError):
     """The quota does not allow it. Nothing has failed."""
 
@@ -358,9 +355,6 @@ class Folder:
                 f"[{self._call}] {self.path} is a store of another model or layout ({first}), not of this one "
                 f"({own_line}); take another directory"
             )
-
-
-# ---------------------------------------------------------------------- the store
 
 
 @dataclass(slots=True)

@@ -350,19 +350,11 @@ def strided_inputs_are_read_by_their_strides(factory: Factory) -> None:
                 close(out, filled.expected(layer, q, q_lens), spec, f"{name} inputs, layer {layer}")
 
 
-def _head_major(backend: Any, x: np.ndarray) -> Any:
-    return backend.asarray(np.ascontiguousarray(x.swapaxes(0, 1))).swapaxes(0, 1)
-
-
-def _backwards(backend: Any, x: np.ndarray) -> Any:
-    return backend.asarray(np.ascontiguousarray(x[::-1]))[::-1]
-
-
-def _every_second(backend: Any, x: np.ndarray) -> Any:
-    return backend.asarray(np.repeat(np.repeat(x, 2, axis=0), 2, axis=2))[::2, :, ::2]
-
-
-_VIEWS = {"head-major": _head_major, "backward": _backwards, "spread": _every_second}
+_VIEWS: dict[str, Callable[[Any, np.ndarray], Any]] = {
+    "head-major": lambda backend, x: backend.asarray(np.ascontiguousarray(x.swapaxes(0, 1))).swapaxes(0, 1),
+    "backward": lambda backend, x: backend.asarray(np.ascontiguousarray(x[::-1]))[::-1],
+    "spread": lambda backend, x: backend.asarray(np.repeat(np.repeat(x, 2, axis=0), 2, axis=2))[::2, :, ::2],
+}
 
 # ---------------------------------------------------------------------- options
 
@@ -1375,13 +1367,8 @@ def _misuse_finding(expected: type[Exception], call: Callable[[], Any]) -> str:
         return ""
     except Exception as error:
         answer = f"raised {error!r}"
-    return f"{_source(call)} {answer}, {expected.__name__} is documented"
-
-
-def _source(call: Callable[[], Any]) -> str:
-    """The text of a lambda of `_misuses`."""
-    lines = inspect.getsource(call).strip()
-    return lines.partition("lambda: ")[2].rstrip(",").removesuffix(")")
+    text = inspect.getsource(call).strip().partition("lambda: ")[2].rstrip(",").removesuffix(")")  # of `_misuses`
+    return f"{text} {answer}, {expected.__name__} is documented"
 
 
 def _misuses(filled: Filled) -> list[tuple[type[Exception], Callable[[], Any]]]:
