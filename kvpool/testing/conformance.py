@@ -283,7 +283,7 @@ def chunks_of_any_length_share_a_batch(factory: Factory) -> None:
         for spec in specs(factory, layers=1, kv_heads=kv_heads, q_heads=q_heads, block_sizes=(3, 16)):
             for past in (0, 1, 45):
                 lengths = [n + past for n in q_lens]
-                fill(factory, spec, lengths).check_scores(q_lens, q_heads, f"chunks of {q_lens} after {past} tokens")
+                fill(factory, spec, lengths).check(q_lens, q_heads, f"chunks of {q_lens} after {past} tokens")
 
 
 # ---------------------------------------------------------------------- batches
@@ -441,7 +441,7 @@ def sinks_are_counted_once(factory: Factory) -> None:
         for spec in specs(factory, kv_heads=kv_heads, q_heads=q_heads):
             options = AttentionOptions(sinks=np.linspace(-2, 6, q_heads))
             what = f"sinks of {q_heads} over {kv_heads} heads"
-            fill(factory, spec, _SHORT).check_scores(_SHORT_CHUNKS, q_heads, what, options=options)
+            fill(factory, spec, _SHORT).check(_SHORT_CHUNKS, q_heads, what, options=options)
 
 
 # ---------------------------------------------------------------------- ALiBi
