@@ -27,8 +27,6 @@ from kvpool.groups import Group
 from kvpool.protocol import SCORES, Capabilities
 from kvpool.spec import checked_int
 
-# ---------------------------------------------------------------------- policies
-
 
 class Budget(NamedTuple):
     """The answer of `advise`."""

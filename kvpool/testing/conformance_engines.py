@@ -228,8 +228,6 @@ class RandomEngine(Engine):
             write(self.backend, plan, layer, k, v)
 
 
-# ---------------------------------------------------------------------- layer groups
-
 _NAN = {"float32": b"\0\0\xc0\x7f", "float16": b"\0\x7e", "bfloat16": b"\xc0\x7f", "float8_e4m3": b"\x7f"}
 _STATE = (StateArray((2, 3), "float32"), StateArray((), "int64"), StateArray((5,), "bfloat16"))
 
