@@ -25,7 +25,7 @@ SOURCE = (".py", ".pyx", ".pxd", ".pxi", ".pyi", ".h", ".c", ".cpp", ".metal")
 #: A module may import from its own layer and from those before it.
 LAYERS = (
     (
-        *("kvpool.errors", "kvpool.stats", "kvpool.groups", "kvpool.spec", "kvpool.sizing", "kvpool.namespaces"),
+        *("kvpool.errors", "kvpool.stats", "kvpool.groups", "kvpool.spec", "kvpool.namespaces"),
         "kvpool.retention",
         "kvpool._signatures",
     ),

@@ -31,7 +31,7 @@ from kvpool.adapters.mlx_lm.engine import Sample
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, MemoryStore
 from kvpool.store import segment_format as form
 from kvpool.store.blocks import Rows
-from kvpool.store.folder import SEALED, Folder
+from kvpool.store.disk import SEALED, Folder
 
 QUOTA = 1 << 40
 OPTIONS = {

@@ -1,7 +1,7 @@
 """How many blocks fit a machine. (How many bytes the layer groups of a model take: `kvpool.sizing`.)
 
 `blocks_for` divides memory by a `KVSpec` (kvpool.spec) and shows the calculation. `describe_plan` says what the layers
-of a model keep by its config (kvpool.model_config), and how much of it fits, as text and as data (``kvpool plan``).
+of a model keep by its config (kvpool.sizing), and how much of it fits, as text and as data (``kvpool plan``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,19 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from kvpool.model_config import layer_groups, model_fields, refusal_of, shortened, spec_from_config, spec_of_groups
-from kvpool.sizing import ArenaSize, Held, LayerGroup, arena_sizes, arranged
+from kvpool.sizing import (
+    ArenaSize,
+    Held,
+    LayerGroup,
+    arena_sizes,
+    arranged,
+    layer_groups,
+    model_fields,
+    refusal_of,
+    shortened,
+    spec_from_config,
+    spec_of_groups,
+)
 from kvpool.spec import DTYPES, LAYOUTS, KVSpec, PlaneLayout, checked_int
 
 __all__ = [

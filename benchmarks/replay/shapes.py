@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.groups import Group
-from kvpool.model_config import layer_groups
-from kvpool.sizing import LayerGroup
+from kvpool.sizing import LayerGroup, layer_groups
 
 IDLE = 0.05
 """Share of the bytes of an entry that may belong to no layer."""
@@ -97,7 +96,7 @@ class HybridShape:
 
 
 def hybrid_shape(model: Mapping[str, Any] | str | os.PathLike[str], block_size: int, rows: int) -> HybridShape:
-    """Return the shape of a model: a name of `MODELS`, or what `kvpool.model_config.layer_groups` reads.
+    """Return the shape of a model: a name of `MODELS`, or what `kvpool.sizing.layer_groups` reads.
 
     `rows`: sequences that run at a time.
 

@@ -23,7 +23,7 @@ import kvpool
 from kvpool.cli.console import CommandError, real, whole
 
 SECONDS = 10.0
-OWN = "kvpool.testing.fuzz_pool:PoolAllocator"  # the installed core
+OWN = "kvpool.testing.fuzz_target:PoolAllocator"  # the installed core
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +144,8 @@ def _makes_allocators(target: str, factory: Callable[..., Any], sizes: dict[str,
 
 
 def _fuzz(target: str, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) -> dict[str, Any]:
+    from kvpool.testing.fuzz_target import fuzz_backend, fuzz_target
+
     factory = load_target(target)
     if not callable(factory):
         raise CommandError(f"--target {target}: {factory!r} cannot be called")
@@ -151,13 +153,9 @@ def _fuzz(target: str, seed: int, sizes: dict[str, Any], limit: dict[str, Any]) 
     how = {"source": f"from {module} import {name.partition('.')[0]}\n{name}", **sizes, **limit}
     report: Any
     if _makes_allocators(target, factory, sizes):
-        from kvpool.testing.fuzz_target import fuzz_target
-
         report = fuzz_target(factory, seed, **how)
         more = {"kind": report.kind}
     else:
-        from kvpool.testing.fuzz_backend import fuzz_backend
-
         try:
             report = fuzz_backend(factory, seed, **how)
         except ValueError as error:

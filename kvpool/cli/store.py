@@ -23,7 +23,7 @@ def _command(summary: str, call: Callable[[Any, argparse.Namespace], int], decla
     """A stand-in for a module of `kvpool.cli`: `call` gets the open directory."""
 
     def run(args: argparse.Namespace) -> int:
-        from kvpool.store.folder import Folder
+        from kvpool.store.disk import Folder
 
         try:
             with Folder(args.directory, "kvpool store", create=False) as folder:
@@ -140,7 +140,7 @@ def _stat(folder: Any, args: argparse.Namespace) -> int:
 
 
 def _verify(folder: Any, args: argparse.Namespace) -> int:
-    from kvpool.store.folder import NEW
+    from kvpool.store.disk import NEW
 
     problems, count = [], 0
     try:
@@ -196,7 +196,7 @@ def _declare_export(parser: argparse.ArgumentParser) -> None:
 
 def _export(folder: Any, args: argparse.Namespace) -> int:
     """Copy whole records, segment by segment."""
-    from kvpool.store.folder import Folder
+    from kvpool.store.disk import Folder
 
     layout, count, written = _layout(folder), 0, 0
     if os.path.lexists(args.to):

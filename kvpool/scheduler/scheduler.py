@@ -19,8 +19,6 @@ from kvpool._core import Plan, Pool
 from kvpool.errors import OutOfBlocks, OutOfSequences, RequestRejected, UnknownRequest
 from kvpool.scheduler import drafts, policy, results
 from kvpool.scheduler.beams import Beam
-from kvpool.scheduler.check import check
-from kvpool.scheduler.queue import WaitingQueue
 from kvpool.scheduler.request import (
     DECODING,
     END_TOKENS,
@@ -34,10 +32,11 @@ from kvpool.scheduler.request import (
     RequestGroup,
     SchedulerStats,
     TenantStats,
+    WaitingQueue,
     integer,
     real,
 )
-from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step, add
+from kvpool.scheduler.state import NOBODY, Core, DecodeBatch, Step, add, check
 
 if TYPE_CHECKING:
     from kvpool.eviction import Evictor

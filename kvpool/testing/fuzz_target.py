@@ -1,9 +1,10 @@
-"""Fuzzing somebody else's allocator: the same kind of random programs, through ten lines of adapter.
+"""Fuzzing a block allocator or a backend, somebody else's or kvpool's own: random programs, each result checked.
 
-`Allocator` says what an adapter has. `Checked` plays the backend for it, with a storage in which every slot is stamped
-with what it stands for: namespace-free, a hash over all tokens up to its position. After every call each sequence must
-read its own stamps through its table, tables must be tables, and the free count must add up. `fuzz_target` draws
-programs and shrinks what fails to a test in Python.
+`Allocator` says what an adapter has: ten lines. `Checked` plays the backend for it, with a storage in which every slot
+is stamped with what it stands for: namespace-free, a hash over all tokens up to its position. After every call each
+sequence must read its own stamps through its table, tables must be tables, and the free count must add up.
+`fuzz_target` draws programs and shrinks what fails to a test in Python. `PoolAllocator` is kvpool's own pool as a
+target. `fuzz_backend` plays random engines on a backend, each answer beside dense attention, then the conformance kit.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ import operator
 import random
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
+
+import kvpool
+from kvpool.spec import KVSpec
+from kvpool.testing import conformance
+from kvpool.testing.conformance_engines import RandomEngine
+from kvpool.testing.filled import Factory, NotApplicable, specs
+from kvpool.testing.model import ModelPlan, ModelPool
 
 Word = tuple[int, int, int, int]
 SHORT = 48  # items, of which all pairs are tried
@@ -73,6 +81,7 @@ OPERATIONS = ("open", "append", "append", "append", "fork", "truncate", "free", 
 VOCABULARY = (1, 11, 2, 12, 21)
 CALLS_PER_RUN = 60
 MOST_SEQUENCES = 8
+TURNS = 20  # of an engine on a backend; each is a word of a program
 
 
 class Allocator(Protocol):
@@ -507,3 +516,239 @@ def fuzz_target(
         return TargetRun(factory, sizes, run_seed, source)
 
     return fuzz(make_run, seed, **until)
+
+
+# ---- kvpool's own pool -------------------------------------------------------------------------------------
+
+
+class _Calls:
+    """The calls of an `Allocator`, made on a pool with a prefix cache: each step is done when the call returns.
+
+    Prompts are committed as far as a hit may reach, so later ones find them.
+    """
+
+    def __init__(self, make_pool: Any, make_plan: Any, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pool = make_pool(
+            *(num_blocks, block_size), max_seqs=MOST_SEQUENCES, max_blocks_per_seq=4 * num_blocks + 16,
+            reserved_blocks=0, prefix_cache=True, seed=1,
+        )  # fmt: skip
+        self.plan = make_plan(self.pool, 1, 4 * block_size + 8, formats=())
+        self.open_: list[int] = []  # handles, in the order in which both sides have them
+
+    def open(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Open a prompt and compute what no hit has of it. Returns the handle, and the tokens of the hit."""
+        handle = self.pool.open(tokens)
+        hit = self.pool.num_tokens(handle)
+        self.append(handle, tokens[hit:])
+        end = (len(tokens) - 1) // self.block_size * self.block_size
+        self.pool.prefix.commit(handle, tokens[hit:end])
+        self.open_.append(handle)
+        return handle, hit
+
+    def append(self, seq: int, tokens: Sequence[int]) -> list[Copy]:
+        self.pool.step(self.plan, [seq], len(tokens))
+        copies = [(src, dst, n) for src, dst, n in self.plan.copies.tolist()]
+        self.pool.done(self.plan)
+        return copies
+
+    def free(self, seq: int) -> None:
+        self.pool.close(seq)
+        self.open_.remove(seq)
+
+    def fork(self, seq: int) -> int:
+        self.open_.append(int(self.pool.fork(seq)[0]))
+        return self.open_[-1]
+
+    def truncate(self, seq: int, length: int) -> None:
+        self.pool.truncate(seq, length)
+
+
+class PoolAllocator:
+    """A pool beside its plain model, as an `Allocator`. Each call is made on both, and they must agree.
+
+    They agree on hits, copies, refusals, free blocks, and on tables, but for the names of blocks: with a prefix cache
+    the pool may hand out others. The pool checks itself before each answer about free blocks.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.OutOfBlocks = kvpool.OutOfBlocks
+        self.core = _Calls(kvpool.Pool, kvpool.Plan, num_blocks, block_size)
+        self.model = _Calls(ModelPool, ModelPlan, num_blocks, block_size)
+        self.pool = self.core.pool
+        self.hits: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blank blocks and evictable ones."""
+        self.pool.check()
+        free: int = self.pool.blocks.num_free
+        self._agree("free blocks", free, self.model.pool.stats().free)
+        return free
+
+    def open(self, tokens: Sequence[int]) -> int:
+        (handle, hit), (_, expected) = self._both("open", None, tokens)
+        self._agree("hit tokens", hit, expected)
+        self.hits[handle] = hit
+        return int(handle)
+
+    def append(self, seq: int, tokens: Sequence[int]) -> list[Copy]:
+        copies, expected = self._both("append", seq, tokens)
+        self._agree("tokens copied", [n for _, _, n in copies], [n for _, _, n in expected])
+        return list(copies)
+
+    def table(self, seq: int) -> Any:
+        return self.pool.table(seq)
+
+    def free(self, seq: int) -> None:
+        self._both("free", seq)
+
+    def fork(self, seq: int) -> int:
+        return int(self._both("fork", seq)[0])
+
+    def truncate(self, seq: int, length: int) -> None:
+        self._both("truncate", seq, length)
+
+    def cached(self, seq: int) -> int:
+        return self.hits[seq]
+
+    def _both(self, name: str, seq: int | None, *given: Any) -> tuple[Any, Any]:
+        """What a call returns on the pool and on the model. One that is refused is refused by both."""
+        place = None if seq is None else self.core.open_.index(seq)
+        results: list[Any] = []
+        for side in (self.core, self.model):
+            try:
+                results.append(getattr(side, name)(*([] if place is None else [side.open_[place]]), *given))
+            except kvpool.OutOfBlocks as refused:
+                results.append(refused)
+        found, expected = results
+        short = [result.short_by if isinstance(result, kvpool.OutOfBlocks) else 0 for result in results]
+        self._agree("blocks short", *short)
+        if short[0]:
+            raise found
+        self._compare()
+        return found, expected
+
+    def _compare(self) -> None:
+        """The tables of both are equal up to the names of blocks."""
+        names: dict[int, int] = {}
+        for mine, theirs in zip(self.core.open_, self.model.open_, strict=True):
+            found, expected = (self.pool.table(mine).tolist(), self.model.pool.table(theirs).tolist())
+            self._agree("blocks of a table", len(found), len(expected))
+            self._agree("table", [names.setdefault(a, b) for a, b in zip(found, expected, strict=True)], expected)
+        self._agree("blocks in use", len(set(names)), len(set(names.values())))
+
+    def _agree(self, what: str, found: Any, expected: Any) -> None:
+        if found != expected:
+            raise TargetFinding("model", f"{what}: the pool has {found}, the plain model {expected}")
+
+
+# ---- backends ----------------------------------------------------------------------------------------------
+
+
+class BackendFinding(TargetFinding):
+    """Whatever a backend raised; `kind` is the type."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("exception", f"{type(error).__name__}: {error}")
+        self.kind = type(error).__name__
+        if isinstance(error, AssertionError):
+            self.args = (str(error) or "an assert without a message failed",)
+
+
+class BackendRun:
+    """The engine of a seed: any of its turns can be left out. For `fuzz`."""
+
+    def __init__(self, factory: Factory, spec: KVSpec, seed: int, num_blocks: int | None, source: str) -> None:
+        self.factory, self.spec, self.seed, self.num_blocks, self.source = factory, spec, seed, num_blocks, source
+
+    def words(self) -> list[Word]:
+        """All turns."""
+        return [(turn, 0, 0, 0) for turn in range(TURNS)]
+
+    def play(self, words: list[Word]) -> int:
+        """Play some turns; returns how many."""
+        try:
+            engine = RandomEngine(self.factory, self.spec, self.seed, num_blocks=self.num_blocks)
+            engine.play(turn for turn, *_ in words)
+        except Exception as error:  # a backend may fail with anything
+            raise BackendFinding(error) from error
+        return len(words)
+
+    def script(self, words: list[Word], what: str) -> str:
+        """A test that plays these turns."""
+        expression = self.source.rpartition("\n")[2]
+        sizes = f", num_blocks={self.num_blocks}" if self.num_blocks else ""
+        imports = "from kvpool.config import KVSpec\nfrom kvpool.testing.conformance_engines import RandomEngine"
+        given = ((part.name, getattr(self.spec, part.name), part.default) for part in fields(self.spec))
+        spec = ", ".join(f"{name}={value!r}" for name, value, usual in given if value != usual)
+        turns = [turn for turn, *_ in words]
+        call = f"RandomEngine({expression}, KVSpec({spec}), {self.seed}{sizes}).play({turns})"
+        return as_test("backend", self.source, imports, what, [call])
+
+
+def _conform(report: TargetReport, factory: Factory, source: str) -> None:
+    """The conformance kit, case by case."""
+    told, failed = [], []
+    for case in conformance.CASES:
+        try:
+            report.cases |= conformance.check_backend(factory, [case])
+        except AssertionError as error:
+            report.cases[case.__name__] = "failed"
+            told.append(str(error).partition("\n")[2])
+            failed.append(case)
+    if not failed:
+        return
+    head = f"{len(failed)} of {len(conformance.CASES)} cases of the conformance kit failed"
+    report.finding = "\n".join([head, *told])
+    expression, case = source.rpartition("\n")[2], failed[0]
+    imports = f"from {case.__module__} import {case.__name__}"
+    report.script = as_test("backend", source, imports, told[0], [f"{case.__name__}({expression})"])
+    try:
+        case(factory)
+    except Exception:  # whatever it is: the case fails once more, so the script will
+        report.script_fails = True
+
+
+def fuzz_backend(
+    factory: Factory,
+    seed: int = 1,
+    *,
+    source: str = "factory",
+    num_blocks: int | None = None,
+    block_size: int | None = None,
+    **until: Any,
+) -> TargetReport:
+    """Random engines on backends of ``factory(spec, num_blocks)`` until one fails, then the conformance kit.
+
+    Returns a report whose `finding` is None, or says what is wrong, with the shortest test found in `script`; its
+    `calls` are turns of engines. The first run is that of `seed`, so the report's `seed` and ``calls=1`` repeat the run
+    that failed. `until` says when to stop, and who is told: see `runs_of`.
+
+    Raises
+    ------
+    ValueError
+        There is no spec to try: the backend has no blocks of `block_size` tokens.
+    """
+    began = time.monotonic()
+    try:
+        offered = list(specs(factory, block_sizes=(block_size or 8,)))
+    except NotApplicable:
+        offered = []
+    except Exception as refused:
+        return TargetReport(seed=seed, finding=str(BackendFinding(refused)))
+    if block_size:
+        offered = [spec for spec in offered if spec.block_size == block_size]
+    if not offered:
+        raise ValueError(f"the backend accepts no spec of block_size {block_size or 8}")
+
+    def make_run(run_seed: int) -> BackendRun:
+        return BackendRun(factory, random.Random(run_seed).choice(offered), run_seed, num_blocks, source)
+
+    report = fuzz(make_run, seed, **until)
+    if report.finding is None:
+        report.seed = seed
+        _conform(report, factory, source)
+    report.seconds = time.monotonic() - began
+    return report

@@ -19,8 +19,18 @@ import numpy as np
 from kvpool.retention import Keep
 from kvpool.stats import PrefixStats
 from kvpool.testing import model_args as args
-from kvpool.testing.model_blocks import Arena, ceil_div, public_call, reading_call
-from kvpool.testing.model_groups import HOLE, Layers, PoolModel, Row, Sequence, Step
+from kvpool.testing.model_state import (
+    HOLE,
+    Arena,
+    Layers,
+    PoolModel,
+    Row,
+    Sequence,
+    Step,
+    ceil_div,
+    public_call,
+    reading_call,
+)
 
 MOST_TAKEN = 2  #: checkpoints that a row has taken and not published
 NODES_PER_CHECKPOINT = 4  #: there is room for one checkpoint per so many nodes

@@ -11,7 +11,7 @@ import pytest
 from kvpool import Plan, Pool
 from kvpool.config import KVSpec
 from kvpool.eviction import H2O, BlockEviction, Evictor, Memory
-from kvpool.testing.engine import RandomEngine
+from kvpool.testing.conformance_engines import RandomEngine
 from kvpool_backends.numpy import NumpyBackend
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.group_storage import GroupStorage
 from kvpool.protocol import StepArrays
-from kvpool.testing import conformance, conformance_groups
+from kvpool.testing import conformance, conformance_engines
 from kvpool_backends.checks import checked_step
 from kvpool_backends.numpy import NumpyBackend
 
@@ -123,7 +123,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # faults comp
 def test_planted_fault_is_caught_by_its_case(fault, monkeypatch):
     backend = fault
     if issubclass(fault, GroupStorage):
-        monkeypatch.setattr(conformance_groups, "GroupStorage", fault)
+        monkeypatch.setattr(conformance_engines, "GroupStorage", fault)
         backend = NumpyBackend
     with pytest.raises(AssertionError, match="1 of 1 cases failed"):
         conformance.check_backend(backend, [CASES[FAULTS[fault]]])

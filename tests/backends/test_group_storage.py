@@ -15,7 +15,7 @@ from kvpool.group_storage import GroupStorage
 from kvpool.protocol import AttentionOptions
 from kvpool.sizing import StateArray
 from kvpool.spec import KVSpec
-from kvpool.testing.conformance_groups import engine, seen_by_rule
+from kvpool.testing.conformance_engines import engine, seen_by_rule
 from kvpool.testing.dense import dense_attention
 from kvpool_backends import load_backend
 from kvpool_backends.cpu import CPUBackend

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.cli import build_parser, main
 from kvpool.store import BlockLayout, DiskStore, Layout
-from kvpool.store.folder import Folder
+from kvpool.store.disk import Folder
 from kvpool.testing import stores as kit
 
 LAYOUT = Layout((BlockLayout(2, 50, "full"), BlockLayout(4, 70, "state")), "w")

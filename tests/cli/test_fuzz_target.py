@@ -12,9 +12,7 @@ from seed_allocator import FAULTS, Adapter, sound
 import kvpool
 from kvpool.cli import main
 from kvpool.testing import ModelPool, conformance
-from kvpool.testing.fuzz_backend import fuzz_backend
-from kvpool.testing.fuzz_pool import PoolAllocator
-from kvpool.testing.fuzz_target import fuzz_target
+from kvpool.testing.fuzz_target import PoolAllocator, fuzz_backend, fuzz_target
 from kvpool_backends.numpy import NumpyBackend
 
 CALLS = 20_000
@@ -318,7 +316,7 @@ def test_installed_core_has_no_finding_and_every_part_of_it_is_used():
 
 
 def test_finding_is_printed_as_a_test_and_can_be_made_again(capsys, monkeypatch):
-    monkeypatch.setattr("kvpool.testing.fuzz_pool.PoolAllocator", LosesCopies)
+    monkeypatch.setattr("kvpool.testing.fuzz_target.PoolAllocator", LosesCopies)
     assert main(["fuzz", "--ops", "1e5", "--seed", "4", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["kind"] == "content" and facts["script_fails"] and "--target" not in facts["again"]
@@ -338,7 +336,7 @@ class FindsLess(ModelPool):
 
 
 def test_pool_and_model_that_disagree_are_a_finding(monkeypatch):
-    monkeypatch.setattr("kvpool.testing.fuzz_pool.ModelPool", FindsLess)
+    monkeypatch.setattr("kvpool.testing.fuzz_target.ModelPool", FindsLess)
     report = fuzz_target(PoolAllocator, 1, calls=20_000)
     assert report.kind == "model" and "the plain model" in report.finding and report.script_fails
 

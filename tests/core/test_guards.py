@@ -17,7 +17,7 @@ import pytest
 from kvpool.errors import ConcurrentUse, KVPoolError, PlanStateError, PoolClosed
 from kvpool.spec import KVSpec
 from kvpool.testing import ModelPlan, ModelPool
-from kvpool.testing.model_blocks import ModelBlocks
+from kvpool.testing.model_state import ModelBlocks
 from kvpool_backends import load_backend
 
 

@@ -13,7 +13,6 @@ from kvpool.eviction import (
     Memory,
     SlidingWindow,
     advise,
-    block_sums,
     check_backend,
 )
 from kvpool.protocol import Capabilities
@@ -190,15 +189,6 @@ def test_tokens_with_scores_that_are_no_numbers_count_as_the_heaviest(bad, kind)
         blocks.observe(scores, np.array([64]))
         (leaves,) = blocks.select(0, 64, 60)
         assert not 10 // BLOCK <= leaves <= 49 // BLOCK
-
-
-def test_block_sums_are_sums_of_what_is_there():
-    scores = draw(3, 2, 10)
-    sums = block_sums(scores, np.array([10, 5]), 4)
-    assert sums.shape == (LAYERS, 2, HEADS, 3)
-    np.testing.assert_allclose(sums[:, 1, :, 1], scores[:, 1, :, 4], rtol=1e-6)
-    assert not sums[:, 1, :, 2].any()
-    np.testing.assert_allclose(sums[:, 0].sum(-1), scores[:, 0].sum(-1), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

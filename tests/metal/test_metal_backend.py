@@ -21,9 +21,9 @@ from kvpool.adapters.mlx_lm import attention, install
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
 from kvpool.protocol import AttentionOptions, BatchShape, StepArrays
-from kvpool.testing import conformance, conformance_storage
+from kvpool.testing import conformance
 from kvpool.testing import filled as kit
-from kvpool.testing.conformance_attention import check as check_scores
+from kvpool.testing.conformance import check_scores
 from kvpool.testing.filled import fill
 from kvpool_backends.mlx import MLXBackend, metal_kernels
 from kvpool_backends.mlx import metal as metal_route
@@ -33,12 +33,12 @@ FUSED = dataclasses.replace(SPEC, head_dim=64)  # for MLX's attention
 PACKED = KVSpec(2, 2, 64, "float32", 8, k_bits=8, v_bits=4, quant_group_size=32)
 SPECS = pytest.mark.parametrize("spec", [FUSED, PACKED], ids=["dense", "packed"])
 PACKED_CASES = [
-    conformance_storage.groups_of_every_kind_are_stored_by_the_formula,
-    conformance_storage.quantized_contexts_equal_dense_attention,
+    conformance.groups_of_every_kind_are_stored_by_the_formula,
+    conformance.quantized_contexts_equal_dense_attention,
     conformance.exported_blocks_hold_the_documented_bytes,
     conformance.copies_take_exactly_the_valid_tokens,
     conformance.import_restores_what_export_took,
-    conformance_storage.compaction_moves_what_stays_and_nothing_else,
+    conformance.compaction_moves_what_stays_and_nothing_else,
 ]
 # Of the kit, what says something about this class: the kernels have tests of their own, and each launch takes its time.
 CASES = (
@@ -111,7 +111,7 @@ def test_native_metal_backend_conforms(name, native_metal):
 def test_packed_pools_conform(case, metal, monkeypatch):
     # Each kernel takes half a second to compile: two specs of all.
     real, few = kit.quantized_specs, (("float32", (8, 4)), ("float16", (4, 4)))
-    for module in (conformance, conformance_storage, kit):
+    for module in (conformance, kit):
         monkeypatch.setattr(module, "quantized_specs", lambda *a: (x for x in real(*a) if (x.dtype, x.bits) in few))
     case(metal)
 

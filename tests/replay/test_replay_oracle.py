@@ -19,7 +19,7 @@ from traces import make_trace
 from benchmarks.replay import read_trace, replay, synthetic_trace
 from benchmarks.replay.trace import paths_of, unique_blocks
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore
-from kvpool.store import folder as module
+from kvpool.store import disk as module
 
 SEGMENT, SEGMENT_NBYTES = 4, 64 + 4 * (128 + 64 + 64) + 64 + 64  # header, records, footer, trailer
 ROUNDS = int(os.environ.get("KVPOOL_FUZZ_EXAMPLES", 1000)) // 5

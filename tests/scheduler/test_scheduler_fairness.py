@@ -9,7 +9,7 @@ import numpy as np
 from fuzz_seed import fresh_seed
 
 from kvpool import Pool, Request, Scheduler
-from kvpool.scheduler.queue import WaitingQueue
+from kvpool.scheduler.request import WaitingQueue
 
 PROMPT, TOKENS = 24, 12  # the longest prompts, and answers
 

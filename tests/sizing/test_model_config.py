@@ -15,8 +15,7 @@ from kvpool.adapters.mlx_lm import sizes as model_sizes
 from kvpool.adapters.mlx_lm.shapes import ModelShape
 from kvpool.adapters.mlx_lm.sizes import groups_of_model
 from kvpool.config import KVSpec, describe_plan
-from kvpool.model_config import _RULES, layer_groups, spec_from_config
-from kvpool.sizing import LayerGroup, StateArray
+from kvpool.sizing import _RULES, LayerGroup, StateArray, layer_groups, spec_from_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

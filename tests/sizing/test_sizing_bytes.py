@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 from benchmarks import tiny_families
 from benchmarks.tiny_families import OWN, config_of
 from kvpool.adapters.mlx_lm.shapes import inspect_model
-from kvpool.model_config import layer_groups, refusal_of
+from kvpool.sizing import layer_groups, refusal_of
 
 REFUSED = "deepseek_v41"  # one latent stands for several tokens
 GATHER_MM = mx.gather_mm

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvpool.store import BlockLayout, DiskStore, Layout, disk, segment_format
-from kvpool.store.folder import Folder
+from kvpool.store.disk import Folder
 from kvpool.testing import stores as kit
 
 SMALL = Layout((BlockLayout(2, 50, "full"),), "w")

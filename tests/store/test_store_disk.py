@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.store import BlockLayout, DiskStore, Layout, disk, outbox
 from kvpool.store import segment_format as form
-from kvpool.store.folder import Folder
+from kvpool.store.disk import Folder
 from kvpool.store.segment_format import Index
 from kvpool.testing import stores as kit
 
