@@ -285,7 +285,7 @@ def counting_engine():
 def built():
     """A folder with the extension for MLX, compiled if sources, MLX or Python have changed since the last run."""
     from kvpool_backends.mlx.native import loading
-    from kvpool_backends.mlx.native.build import build
+    from kvpool_backends.mlx.native.__main__ import build
 
     folder = Path(__file__).parents[1] / "build" / "mlx-native"
     folder.mkdir(parents=True, exist_ok=True)

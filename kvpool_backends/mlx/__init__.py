@@ -200,7 +200,7 @@ _ROUTES = {
     "plain": "plain:PlainBackend",
     "cuda": "cuda:CudaBackend",
     "metal": "metal:MetalBackend",
-    "native metal": "native.metal:NativeMetalBackend",
+    "native metal": "native.backend:NativeMetalBackend",
     "kernels": "cpu_kernels:KernelBackend",
     "native kernels": "native.backend:NativeBackend",
 }

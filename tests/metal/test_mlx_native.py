@@ -21,9 +21,9 @@ from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import StepArrays
 from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
-from kvpool_backends.mlx.native import build as native_build
+from kvpool_backends.mlx.native import __main__ as native_build
 from kvpool_backends.mlx.native import load, loading, status
-from kvpool_backends.mlx.native.build import BuildError, build, compile_to
+from kvpool_backends.mlx.native.__main__ import BuildError, build, compile_to
 from kvpool_backends.mlx.native.pool import PoolMoved
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4, layout="NHD")

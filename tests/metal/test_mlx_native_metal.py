@@ -33,10 +33,10 @@ from kvpool_backends.cpu import default_isa
 from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx.base import DTYPES
 from kvpool_backends.mlx.metal_kernels import per_head
+from kvpool_backends.mlx.native import backend as native_backend
 from kvpool_backends.mlx.native import load, loading
-from kvpool_backends.mlx.native import metal as native_metal
-from kvpool_backends.mlx.native.build import compile_module
-from kvpool_backends.mlx.native.metal import metal_texts
+from kvpool_backends.mlx.native.__main__ import compile_module
+from kvpool_backends.mlx.native.backend import metal_texts
 from kvpool_backends.mlx.native.pool import InPlacePool
 
 STORED = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
@@ -251,7 +251,7 @@ class Attending:
 
     def __init__(self, spec, group, q_lens, options):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native_metal, "has_metal", lambda: True)
+            patch.setattr(native_backend, "has_metal", lambda: True)
             self.backend = MLXBackend(spec, 32, native=True, metal_kernel=mx.fast.metal_kernel)
         self.expected = MLXBackend(self.backend.spec, 32, native=False)
         self.spec, self.num_heads = spec, group * spec.num_kv_heads

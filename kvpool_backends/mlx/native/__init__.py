@@ -5,7 +5,7 @@ of the step before is still in flight. The extension adds the one operation that
 the memory of its input. With it a step stays lazy, steps may be pipelined, and the pool is never copied.
 
 It talks to MLX's C++ interface, which changes from one patch release to the next. So it is compiled where it is
-used, against the very MLX that is installed there (`build`), and used only where its stamp fits and its self-check
+used, against the very MLX that is installed there (`__main__`), and used only where its stamp fits and its self-check
 passes (`loading`). `pool` owns the arrays and the order of what happens to them.
 """
 
