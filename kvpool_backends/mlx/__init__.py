@@ -27,7 +27,7 @@ except ImportError as error:
     ) from error
 
 from kvpool_backends.mlx.base import BaseBackend, has_cuda, has_metal, kernels_refusal
-from kvpool_backends.mlx.native.loading import MLX_VERSION, status
+from kvpool_backends.mlx.native import MLX_VERSION, status
 
 if TYPE_CHECKING:
     from kvpool_backends.mlx.metal_kernels import Factory

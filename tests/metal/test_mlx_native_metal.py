@@ -33,8 +33,8 @@ from kvpool_backends.cpu import default_isa
 from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx.base import DTYPES
 from kvpool_backends.mlx.metal_kernels import per_head
+from kvpool_backends.mlx.native import SOURCES, load
 from kvpool_backends.mlx.native import backend as native_backend
-from kvpool_backends.mlx.native import load, loading
 from kvpool_backends.mlx.native.__main__ import compile_module
 from kvpool_backends.mlx.native.backend import metal_texts
 from kvpool_backends.mlx.native.pool import InPlacePool
@@ -48,7 +48,7 @@ def recorder(tmp_path_factory):
     """The extension's node with a stand-in for MLX's Metal device."""
     folder = Path(__file__).parents[1] / "mlx_metal_recorder"
     made = tmp_path_factory.mktemp("recorder") / f"_recorder{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    files = [loading.SOURCES / "pool_op.cpp", loading.SOURCES / "pool_op_metal.cpp", folder / "recorder.cpp"]
+    files = [SOURCES / "pool_op.cpp", SOURCES / "pool_op_metal.cpp", folder / "recorder.cpp"]
     compile_module(files, made, ["-DKVPOOL_METAL", "-I", str(folder)])
     loader = importlib.machinery.ExtensionFileLoader("_recorder", str(made))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_recorder", loader))

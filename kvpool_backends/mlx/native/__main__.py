@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvpool_backends.mlx.native import loading
+from kvpool_backends.mlx import native
 
 CHECK_SECONDS = 60
 
@@ -30,10 +30,10 @@ class BuildError(Exception):
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
     if arguments in (["build"], ["ship"]):
-        print(f"compiling for MLX {loading.MLX_VERSION} ...", flush=True)
+        print(f"compiling for MLX {native.MLX_VERSION} ...", flush=True)
         begin = time.perf_counter()
         try:
-            made = build(loading.shipped() if arguments == ["ship"] else None)
+            made = build(native.shipped() if arguments == ["ship"] else None)
         except BuildError as error:
             print(f"could not build the extension: {error}", file=sys.stderr)
             return 1
@@ -44,22 +44,22 @@ def main(arguments: list[str]) -> int:
 
 
 def build(where: Path | None = None) -> Path:
-    """Build the extension into a folder, by default `loading.folder`. Returns the module's path.
+    """Build the extension into a folder, by default `native.folder`. Returns the module's path.
 
     What was there stays until the new one has passed its check. Raises `BuildError`.
     """
-    where = where or loading.folder()
+    where = where or native.folder()
     where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=where) as scratch:
         made = compile_to(Path(scratch), rpaths(where))
         check(made)
-        stamp = loading.wanted_stamp() | {"checksum": loading.checksum(made)}
+        stamp = native.wanted_stamp() | {"checksum": native.checksum(made)}
         stamp_file = made.with_name("stamp.json")
         stamp_file.write_text(json.dumps(stamp, indent=1))
         # A process that looks in between finds a checksum that does not fit, and goes on without the extension.
-        os.replace(made, loading.library(where))
+        os.replace(made, native.library(where))
         os.replace(stamp_file, where / "stamp.json")
-    return loading.library(where)
+    return native.library(where)
 
 
 def compiler() -> list[str]:
@@ -76,8 +76,8 @@ def compiler() -> list[str]:
 
 def rpaths(where: Path) -> list[str]:
     """The places where a module in a folder looks for MLX's library, in this order."""
-    here = str(loading.mlx_folder() / "lib")
-    if where != loading.shipped():
+    here = str(native.mlx_folder() / "lib")
+    if where != native.shipped():
         return [here]
     # A module of a wheel finds the MLX that is installed beside kvpool, not one of its builder's.
     beside = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
@@ -86,9 +86,9 @@ def rpaths(where: Path) -> list[str]:
 
 def compile_to(scratch: Path, paths: Sequence[str] = ()) -> Path:
     """Compile the extension in `scratch`; with the part for Metal where MLX has one. `paths`: see `compile_module`."""
-    made = loading.library(scratch)
-    has_metal = sys.platform == "darwin" and (loading.mlx_folder() / "include" / "metal_cpp").exists()
-    files = [path for path in loading.sources() if path.suffix == ".cpp"]
+    made = native.library(scratch)
+    has_metal = sys.platform == "darwin" and (native.mlx_folder() / "include" / "metal_cpp").exists()
+    files = [path for path in native.sources() if path.suffix == ".cpp"]
     if not has_metal:
         files = [path for path in files if path.stem != "pool_op_metal"]
     compile_module(files, made, ["-DKVPOOL_METAL"] if has_metal else [], paths)
@@ -102,11 +102,11 @@ def compile_module(
 
     `paths`: where it looks for MLX's library, by default where that is now.
     """
-    mlx = loading.mlx_folder()
+    mlx = native.mlx_folder()
     if not (mlx / "include" / "mlx" / "array.h").exists():
         raise BuildError(f"this MLX came without headers ({mlx / 'include'})")
     command = [*compiler(), "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *options]
-    for ours in (loading.SOURCES, loading.KERNEL_HEADERS):
+    for ours in (native.SOURCES, native.KERNEL_HEADERS):
         command += ["-I", str(ours)]
     for theirs in (mlx / "include", mlx / "include" / "metal_cpp", sysconfig.get_paths()["include"]):
         command += ["-isystem", str(theirs)]
@@ -126,10 +126,10 @@ def compile_module(
 
 def check(made: Path) -> None:
     """Import a module and run its self-check, in a process of its own: it may well crash."""
-    root = str(loading.SOURCES.parents[2])
+    root = str(native.SOURCES.parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    code = "import sys, pathlib; from kvpool_backends.mlx.native import loading; "
-    code += "loading.import_checked(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from kvpool_backends.mlx import native; "
+    code += "native.import_checked(pathlib.Path(sys.argv[1]))"
     _run([sys.executable, "-c", code, str(made)], env=environment, timeout=CHECK_SECONDS)
 
 

@@ -23,7 +23,7 @@ from kvpool_backends.mlx.base import DTYPES, has_metal
 from kvpool_backends.mlx.cpu_kernels import KernelBackend
 from kvpool_backends.mlx.metal import MetalAttention, metal_capabilities
 from kvpool_backends.mlx.metal_kernels import Launch, in_place_source
-from kvpool_backends.mlx.native import loading
+from kvpool_backends.mlx.native import load, status
 from kvpool_backends.mlx.native.pool import InPlacePool
 
 _NO_WINDOW = 2**63 - 1
@@ -51,9 +51,9 @@ class NativeBackend(KernelBackend):
     capabilities = replace(KernelBackend.capabilities, lazy=True, layouts=LAYOUTS[:-1])  # all but "block"
 
     def _allocate(self) -> None:
-        module = loading.load()
+        module = load()
         if module is None:
-            raise BackendUnavailable(f"[MLXBackend] the native extension is not there: {loading.status()['why']}")
+            raise BackendUnavailable(f"[MLXBackend] the native extension is not there: {status()['why']}")
         self._module = module
         super()._allocate()
         self._plain_attention: dict[float, Any] = {}
