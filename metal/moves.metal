@@ -125,12 +125,7 @@ template <typename T, int BLOCK_SIZE, int WIDTH = 4>
 
 // ---- packed_tokens
 // New tokens as words, scales and biases, side by side: what `kv_write_packed` stores, for who brings it into the pool
-// by other means. A threadgroup is DIM / 4 wide.
-//
-// Template   T, DIM, BITS, SIZE
-// Input      x
-// Output     words             uint [T, Hk, DIM * BITS / 32]
-//            scales, biases    T [T, Hk, DIM / SIZE]
+// by other means. A threadgroup is DIM / 4 wide. words: [T, Hk, DIM * BITS / 32]. scales, biases: [T, Hk, DIM / SIZE].
 const int c = thread_position_in_grid.x;
 const int64_t head = thread_position_in_grid.y, token = thread_position_in_grid.z;
 const int64_t from = token * x_strides[0] + head * x_strides[1];
@@ -151,14 +146,7 @@ if (4 * c % SIZE == 0) {
 // Contexts of one plane as `[B, Hk, C, DIM]`, the order that MLX's attention takes without another copy.
 //
 // Thread (c, i, h) copies elements 4 c .. 4 c + 3 of token i % C of row i / C of the batch and KV head h. Positions
-// past the end of a row are 0.
-//
-// Template   T, DIM, BLOCK_SIZE
-// Inputs     pool              base array
-//            layout            int64 [4]
-//            tables            int32 [B, W]
-//            seq_lens          int32 [B]
-// Output     out               T [B, Hk, C, DIM]
+// past the end of a row are 0. tables: int32 [B, W]. seq_lens: int32 [B].
 constexpr int CHUNKS = DIM / 4;
 const int c = thread_position_in_grid.x;
 const int context = threads_per_grid.y / seq_lens_shape[0];
@@ -176,13 +164,7 @@ const int64_t row = (int64_t(batch_row) * threads_per_grid.z + head) * context +
 reinterpret_cast<device kv::Chunk<T>*>(out)[row * CHUNKS + c] = chunk;
 
 // ---- gather_packed
-// The same of a packed plane, dequantized on the way.
-//
-// Template   T, DIM, BLOCK_SIZE, BITS, SIZE
-// Inputs     words, scales, biases   base arrays
-//            layout            int64 [8], of the words, then of scales and biases alike
-//            tables, seq_lens  as in gather_blocks
-// Output     out               T [B, Hk, C, DIM]
+// The same of a packed plane, dequantized on the way. layout is that of the words, then of scales and biases alike.
 constexpr int CHUNKS = DIM / 4;
 const int c = thread_position_in_grid.x;
 const int context = threads_per_grid.y / seq_lens_shape[0];
