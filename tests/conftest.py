@@ -284,15 +284,15 @@ def counting_engine():
 @pytest.fixture(scope="session")
 def built():
     """A folder with the extension for MLX, compiled if sources, MLX or Python have changed since the last run."""
-    from kvpool_backends.mlx.native import loading
-    from kvpool_backends.mlx.native.build import build
+    from kvpool_backends.mlx import native
+    from kvpool_backends.mlx.native.__main__ import build
 
     folder = Path(__file__).parents[1] / "build" / "mlx-native"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in several processes
         try:
-            loading.open_module(folder)
-        except loading.Unfit:
+            native.open_module(folder)
+        except native.Unfit:
             build(folder)
     return folder

@@ -27,7 +27,7 @@ except ImportError as error:
     ) from error
 
 from kvpool_backends.mlx.base import BaseBackend, has_cuda, has_metal, kernels_refusal
-from kvpool_backends.mlx.native.loading import MLX_VERSION, status
+from kvpool_backends.mlx.native import MLX_VERSION, status
 
 if TYPE_CHECKING:
     from kvpool_backends.mlx.metal_kernels import Factory
@@ -200,7 +200,7 @@ _ROUTES = {
     "plain": "plain:PlainBackend",
     "cuda": "cuda:CudaBackend",
     "metal": "metal:MetalBackend",
-    "native metal": "native.metal:NativeMetalBackend",
+    "native metal": "native.backend:NativeMetalBackend",
     "kernels": "cpu_kernels:KernelBackend",
     "native kernels": "native.backend:NativeBackend",
 }

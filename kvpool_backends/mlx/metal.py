@@ -4,8 +4,8 @@ A long chunk of plain attention is bound by arithmetic, not by reads. So its con
 takes, for MLX's own attention, which knows each GPU's matrix units: for head dimensions for which that makes no array
 of all scores.
 
-`MetalAttention` reads. `MetalBackend` writes by scatters as the plain route does, `native.metal.NativeMetalBackend` in
-place.
+`MetalAttention` reads. `MetalBackend` writes by scatters as the plain route does,
+`native.backend.NativeMetalBackend` in place.
 """
 
 from __future__ import annotations

@@ -583,7 +583,7 @@ def in_place_source(name: str, types: tuple[str, ...], numbers: tuple[int, ...])
     `types` (keys of `TYPE_NAMES`) and `numbers` are its template arguments, in the order of its text. The name has a
     hash of the text: a new text never runs under an old name.
     """
-    text = header_text(name) + source_text(f"{name}.metal")
+    text = header_text(name) + source_text(name)
     arguments = ", ".join([*(TYPE_NAMES[t] for t in types), *map(str, numbers)])
     function = "_".join(["kvpool", name, *types, *map(str, numbers), content_hash(text)])
     instance = f"{name}<{arguments}>"
@@ -592,11 +592,14 @@ def in_place_source(name: str, types: tuple[str, ...], numbers: tuple[int, ...])
 
 @cache
 def source_text(name: str) -> str:
-    """A file of `kvpool_backends.metal` without its comments, indentation and blank lines.
+    """A file of `kvpool_backends.metal`, or a kernel of ``moves.metal``, without comments, indentation, blank lines.
 
     MLX looks for the names of built-in values all over the text and copies it at every launch.
     """
-    lines = (line.split("//")[0].strip() for line in _file_text(name).splitlines())
+    text = _file_text(name if "." in name else "moves.metal")
+    if "." not in name:
+        text = text.split(f"// ---- {name}\n")[1].split("// ----")[0]
+    lines = (line.split("//")[0].strip() for line in text.splitlines())
     return "".join(f"{line}\n" for line in lines if line)
 
 
@@ -614,8 +617,7 @@ def header_text(name: str) -> str:
 
 def body_text(name: str) -> str:
     """The body of a kernel of `INPUTS`: variants share one, which their inputs and template tell apart."""
-    variant = name.startswith(("paged_attention", "paged_matrix"))
-    return source_text(f"{'_'.join(name.split('_')[:2]) if variant else name}.metal")
+    return source_text(f"{'_'.join(name.split('_')[:2])}.metal" if name.startswith("paged") else name)
 
 
 def _file_text(name: str) -> str:

@@ -489,7 +489,7 @@ def test_a_compiler_without_products_of_mixed_types_gets_floats(engine, monkeypa
 
 def test_an_extension_whose_attention_fails_lets_mlx_launch_each_layer(engine, built, caplog):
     with on_cpu(), looking_in(built):
-        from kvpool_backends.mlx.native.metal import NativeMetalBackend
+        from kvpool_backends.mlx.native.backend import NativeMetalBackend
 
         class Route(NativeMetalBackend):
             def _launched(self, *call):

@@ -8,7 +8,6 @@ import os
 import numpy as np
 import pytest
 from metal_cases import BITS, FEATURES, PackedBatch, choices, shape_of
-from metal_engine import StandIn
 from test_metal_scores import KINDS, check_scores
 
 from kvpool_backends.mlx.metal_kernels import INPUTS, attention_name
@@ -84,9 +83,3 @@ def test_words_of_8_bits_are_read_in_whole_lines(counting_engine):
     for name in ("k_pool", "v_pool"):
         read = runs[0].reads[name]
         assert read.full_transactions == read.transactions == read.bytes // 128
-
-
-def test_metal_would_take_the_texts():
-    for bits in ((8, 4), (4, None), (None, 8)):
-        batch = batch_of(bits, dtype="bfloat16", seq_lens=(70,), features=("sinks",))
-        batch.check(batch.run(StandIn().factory(0, lint=True)))

@@ -95,6 +95,7 @@ def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
         {"dtype": "float16", "head_dim": 80, "layout": "HND", "seq_lens": (70,)},
         {"dtype": "bfloat16", "head_dim": 256, "seq_lens": (70,) * 9, "group": 8},
         {"dtype": "float32", "head_dim": 192, "v_head_dim": 128, "seq_lens": (70, 3), "q_lens": (3, 2)},
+        {"dtype": "bfloat16", "k_bits": 8, "v_bits": 4, "seq_lens": (70,)},
     ],
 )
 def test_metal_would_take_the_texts_of_attention(choice, features):

@@ -21,13 +21,14 @@ from kvpool.config import LAYOUTS, KVSpec
 from kvpool.protocol import StepArrays
 from kvpool.testing import conformance
 from kvpool_backends.mlx import MLXBackend
-from kvpool_backends.mlx.native import build as native_build
-from kvpool_backends.mlx.native import load, loading, status
-from kvpool_backends.mlx.native.build import BuildError, build, compile_to
+from kvpool_backends.mlx import native as extension
+from kvpool_backends.mlx.native import __main__ as native_build
+from kvpool_backends.mlx.native import load, status
+from kvpool_backends.mlx.native.__main__ import BuildError, build, compile_to
 from kvpool_backends.mlx.native.pool import PoolMoved
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4, layout="NHD")
-LOGGER = "kvpool_backends.mlx.native.loading"
+LOGGER = "kvpool_backends.mlx.native"
 
 
 @contextlib.contextmanager
@@ -36,11 +37,11 @@ def looking_in(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVPOOL_MLX_NATIVE_DIR", str(folder))
         patch.delenv("KVPOOL_MLX_NATIVE", raising=False)
-        loading._load.cache_clear()
+        extension._load.cache_clear()
         try:
             yield
         finally:
-            loading._load.cache_clear()
+            extension._load.cache_clear()
 
 
 @pytest.fixture
@@ -311,14 +312,14 @@ def restamp(folder, **changes):
 
 def halve(folder):
     """A truncated library can end the process that maps it: its checksum is looked at before."""
-    path = loading.library(folder)
+    path = extension.library(folder)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def replace_library(folder):
-    path = loading.library(folder)
+    path = extension.library(folder)
     path.write_bytes(b"no library at all")
-    restamp(folder, checksum=loading.checksum(path))
+    restamp(folder, checksum=extension.checksum(path))
 
 
 @pytest.mark.parametrize(
@@ -339,12 +340,6 @@ def test_extension_that_does_not_fit_falls_back_with_one_log_line(copy, caplog, 
     assert why in falls_back(copy, caplog)
 
 
-def test_failed_self_check_falls_back_with_one_log_line(copy, caplog, monkeypatch):
-    check = loading.self_check
-    monkeypatch.setattr(loading, "self_check", lambda module: check(Faulty(module, shape=lambda x: (5, 3))))
-    assert "(3, 5) looks like (5, 3)" in falls_back(copy, caplog)
-
-
 class Faulty:
     """A module with some functions replaced."""
 
@@ -358,7 +353,7 @@ class Faulty:
 
 def test_self_check_catches_planted_faults(native):
     module = load()
-    loading.self_check(module)
+    extension.self_check(module)
 
     def copies(*args):
         module.run(*args)
@@ -367,19 +362,20 @@ def test_self_check_catches_planted_faults(native):
 
     for fault, text in (
         ({"mlx_version": lambda: "0.0.0"}, "0.0.0"),
+        ({"shape": lambda x: (5, 3)}, r"\(3, 5\) looks like \(5, 3\)"),
         ({"run": copies}, "not the memory of its input"),
     ):
-        with pytest.raises(loading.Unfit, match=text):
-            loading.self_check(Faulty(module, **fault))
+        with pytest.raises(extension.Unfit, match=text):
+            extension.self_check(Faulty(module, **fault))
 
 
 def test_an_extension_of_the_wheel_is_used_until_the_user_builds_one(built, tmp_path, monkeypatch):
     opened = []
-    real = loading.open_module
-    monkeypatch.setattr(loading, "open_module", lambda where: (opened.append(where), real(where))[1])
+    real = extension.open_module
+    monkeypatch.setattr(extension, "open_module", lambda where: (opened.append(where), real(where))[1])
     wheel, own = tmp_path / "wheel", tmp_path / "own"
     shutil.copytree(built, wheel)
-    monkeypatch.setattr(loading, "shipped", lambda: wheel)
+    monkeypatch.setattr(extension, "shipped", lambda: wheel)
     with looking_in(own):
         assert load() is not None and status()["active"] and status()["folder"] == str(wheel)
     shutil.copytree(built, own)
@@ -401,13 +397,13 @@ def test_extension_of_a_wheel_looks_for_the_mlx_beside_kvpool_first(tmp_path, mo
             Path(command[command.index("-o") + 1]).touch()
 
     monkeypatch.setattr(native_build, "_run", run)
-    monkeypatch.setattr(loading, "shipped", lambda: tmp_path / "kvpool_backends" / "mlx" / "native" / "built" / "1.0")
-    builder = str(loading.mlx_folder() / "lib")
-    for where in (loading.shipped(), tmp_path / "cache"):
+    monkeypatch.setattr(extension, "shipped", lambda: tmp_path / "kvpool_backends" / "mlx" / "native" / "built" / "1.0")
+    builder = str(extension.mlx_folder() / "lib")
+    for where in (extension.shipped(), tmp_path / "cache"):
         build(where)
     (first, *others), own = links
     variable = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
-    assert Path(os.path.normpath(first.replace(variable, str(loading.shipped())))) == tmp_path / "mlx" / "lib"
+    assert Path(os.path.normpath(first.replace(variable, str(extension.shipped())))) == tmp_path / "mlx" / "lib"
     assert others == own == [builder]
 
 

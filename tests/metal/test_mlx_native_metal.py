@@ -8,15 +8,20 @@ memory. What MLX and Metal make of the same calls only a Mac can tell.
 import ctypes
 import importlib.machinery
 import importlib.util
+import math
 import re
 import time
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import msl
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama, qwen3
+from mlx_lm.models.cache import KVCache
 from mlx_models import on_cpu
 from msl.arrays import METAL_TYPES
 from test_mlx_native import looking_in
@@ -28,10 +33,10 @@ from kvpool_backends.cpu import default_isa
 from kvpool_backends.mlx import MLXBackend
 from kvpool_backends.mlx.base import DTYPES
 from kvpool_backends.mlx.metal_kernels import per_head
-from kvpool_backends.mlx.native import load, loading
-from kvpool_backends.mlx.native import metal as native_metal
-from kvpool_backends.mlx.native.build import compile_module
-from kvpool_backends.mlx.native.metal import metal_texts
+from kvpool_backends.mlx.native import SOURCES, load
+from kvpool_backends.mlx.native import backend as native_backend
+from kvpool_backends.mlx.native.__main__ import compile_module
+from kvpool_backends.mlx.native.backend import metal_texts
 from kvpool_backends.mlx.native.pool import InPlacePool
 
 STORED = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
@@ -43,7 +48,7 @@ def recorder(tmp_path_factory):
     """The extension's node with a stand-in for MLX's Metal device."""
     folder = Path(__file__).parents[1] / "mlx_metal_recorder"
     made = tmp_path_factory.mktemp("recorder") / f"_recorder{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    files = [loading.SOURCES / "pool_op.cpp", loading.SOURCES / "pool_op_metal.cpp", folder / "recorder.cpp"]
+    files = [SOURCES / "pool_op.cpp", SOURCES / "pool_op_metal.cpp", folder / "recorder.cpp"]
     compile_module(files, made, ["-DKVPOOL_METAL", "-I", str(folder)])
     loader = importlib.machinery.ExtensionFileLoader("_recorder", str(made))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_recorder", loader))
@@ -246,7 +251,7 @@ class Attending:
 
     def __init__(self, spec, group, q_lens, options):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native_metal, "has_metal", lambda: True)
+            patch.setattr(native_backend, "has_metal", lambda: True)
             self.backend = MLXBackend(spec, 32, native=True, metal_kernel=mx.fast.metal_kernel)
         self.expected = MLXBackend(self.backend.spec, 32, native=False)
         self.spec, self.num_heads = spec, group * spec.num_kv_heads
@@ -296,8 +301,8 @@ class Attending:
 
 @pytest.fixture
 def attending(recorder, built, tmp_path):
-    def made(name):
-        found = Attending(*ATTENDED[name])
+    def made(*case):
+        found = Attending(*case)
         found.note(tmp_path)
         return found
 
@@ -308,7 +313,7 @@ def attending(recorder, built, tmp_path):
 @pytest.mark.parametrize("name", ATTENDED)
 def test_noted_attention_repeats_for_layers_what_the_cpu_kernels_compute(recorder, attending, name):
     """What MLX has described for one layer, with the arrays of the others."""
-    case = attending(name)
+    case = attending(*ATTENDED[name])
     for layer in range(case.spec.num_layers):
         q = case.q(layer + 1)
         out = case.attend(layer, q, lambda *node: case.run(recorder, *node))
@@ -319,7 +324,7 @@ def test_noted_attention_repeats_for_layers_what_the_cpu_kernels_compute(recorde
 
 
 def test_attention_is_one_node_for_each_layer_and_described_once_in_a_step(attending, monkeypatch):
-    case = attending("parts and their sum")  # outside of a trace MLX describes nothing without Metal
+    case = attending(*ATTENDED["parts and their sum"])  # outside of a trace MLX describes nothing without Metal
     q = case.q(1)
     for layer in range(3):
         out = case.backend.attend(case.step, layer, q)
@@ -332,7 +337,7 @@ def test_attention_is_one_node_for_each_layer_and_described_once_in_a_step(atten
 
 def test_a_node_takes_at_most_half_of_the_time_of_the_calls_that_it_repeats(attending, tmp_path):
     """Of the host, per layer: `attend` of a step whose contexts have parts. It is a quarter on x86."""
-    case, times, kept = attending("parts and their sum"), [], []
+    case, times, kept = attending(*ATTENDED["parts and their sum"]), [], []
 
     def attend(q):
         taken = []
@@ -352,7 +357,7 @@ def test_a_node_takes_at_most_half_of_the_time_of_the_calls_that_it_repeats(atte
 
 def test_what_cannot_be_repeated_is_refused(attending, tmp_path):
     """And leaves the pool as it was: its newest handles are those from before."""
-    case = attending("heads apart")
+    case = attending(*ATTENDED["heads apart"])
     lazy, q = case.backend._lazy, case.q(1)
     ((launch, _),) = next(iter(case.step.bound.values())).launches
     own = q, case.backend._kernels.layout(0), *per_head(None)
@@ -377,27 +382,109 @@ def test_what_cannot_be_repeated_is_refused(attending, tmp_path):
 # ------------------------------------------------------------------------------------- command buffers
 
 SMALL = KVSpec(1, 2, 64, "float16", 16)
+# MLX ends a command buffer when it has more launches, or when these have bound more than 50 * 2**20 elements
+# (`CommandEncoder::needs_commit`, on a Max or Ultra). A buffer counts once, by the `data_size` of what it is bound as.
+LAUNCHES_MAX = MIB_MAX = 50
+CONTEXT = 1024  # tokens, of one row
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+MODELS = {  # with their layers
+    "Llama 3.2 1B": (llama, 16, (2048, 8192, 32, 8, 64)),
+    "Qwen3 4B": (qwen3, 36, (2560, 9728, 32, 8, 128)),
+    "Llama 3.1 8B": (llama, 32, (4096, 14336, 32, 8, 128)),
+    "Qwen3 32B": (qwen3, 64, (5120, 25600, 64, 8, 128)),
+}
+REST = {"model_type": "llama", "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "vocab_size": 32, "rope_theta": 1e4}
+REST |= {"max_position_embeddings": 2048, "tie_word_embeddings": False}
+ALIASES = ("Reshape", "Flatten", "Unflatten", "ExpandDims", "Transpose", "Broadcast", "Slice", "SliceUpdate")
 
 
-def elements_of_slices():
-    """What attention binds of the pool of the route that scatters."""
-    sizes = []
+def launches_of_layer(module, sizes):
+    """What MLX binds in a layer of mlx-lm's model of 4 bits: of each primitive its name, and elements by buffer.
 
-    def factory(*, input_names, **_):
-        def launch(*, inputs, output_shapes, output_dtypes, **_):
-            sizes.extend(x.size for name, x in zip(input_names, inputs, strict=True) if name in ("k_pool", "v_pool"))
-            return [mx.zeros(*shape) for shape in zip(output_shapes, output_dtypes, strict=True)]
+    Nothing is computed: MLX traces, with one operation in place of each that it launches as one kernel on a GPU.
+    """
+    block = module.TransformerBlock(module.ModelArgs.from_dict(REST | dict(zip(SIZES, sizes, strict=True))))
+    nn.quantize(block, 64, 4)
+    names, weights = zip(*tree_flatten(block.parameters()), strict=True)
+    cache, told, buffers = KVCache(), [], {}
 
-        return launch
+    def attend(q, k, v, **_):
+        return mx.concatenate([x.flatten() for x in (q, k, v)])[: q.size].reshape(q.shape)
 
-    backend = MLXBackend(SMALL, NUM_BLOCKS, native=False, metal_kernel=factory)
-    step = backend.prepare(StepArrays(np.int32([[1, 2]]), np.int32([20]), np.int32([0, 1]), np.int32([35])))
-    mx.eval(backend.attend(step, 0, mx.zeros((1, 2, 64), mx.float16)))
-    return set(sizes)
+    def traced(x, keys, values, *weights):
+        block.load_weights(list(zip(names, weights, strict=True)))
+        cache.keys, cache.values, cache.offset = keys, values, CONTEXT - 1
+        return block(x, None, cache)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "rms_norm", lambda x, weight, eps: x * weight)
+        patch.setattr(mx.fast, "rope", lambda x, *_, **__: mx.exp(x))
+        patch.setattr(module, "swiglu", lambda gate, x: gate * x)
+        patch.setattr(module, "scaled_dot_product_attention", attend)
+        keys, values = (mx.zeros((1, sizes[3], CONTEXT, sizes[4])) for _ in "kv")
+        mx.export_function(told.append, traced, mx.zeros((1, 1, sizes[0])), keys, values, *weights)
+    for one in (one for one in told if one["type"] == "primitive"):
+        if one["name"] in ALIASES:
+            (name, *_), (source, *_) = one["outputs"][0], one["inputs"][0]
+            buffers[name] = buffers.get(source, source)
+        if one["name"] not in ALIASES[:-1]:
+            arrays = (*one["inputs"], *one["outputs"])
+            yield one["name"], {buffers.get(name, name): math.prod(shape) for name, shape, _ in arrays}
 
 
-def test_launches_bind_a_pool_by_its_first_elements(on_metal):
-    """MLX ends a command buffer when its launches have bound 40 to 50 million elements: a large pool costs none."""
-    x = mx.zeros((1, 2, 64), mx.float16)
-    ((_, _, bindings, _, _),) = on_metal(SMALL).write(0, x, x, [3])
-    assert {bindings[index][3] for index in (0, 1)} == elements_of_slices() == {8}
+def recorded_launches(recorder, case, plane, whole=False):
+    """What the extension binds in a layer that writes and attends: elements by address, of a pool with such planes."""
+    (capsule, chain), module = case.backend._lazy._layers[0], case.backend._module
+    k, v = (mx.zeros((2, case.spec.num_kv_heads, dim), mx.bfloat16) for _, dim in case.spec.planes)
+    step = module.step(1, 32, case.spec.block_size, np.array([3, 300]), 0, None, None, None)
+    mx.eval(k, v)
+    found, _, _ = recorder.record(mx.array, chain.handles, (), capsule, step, None, None, k, v)
+
+    def attended(layer, noted, own):
+        mx.eval(own)
+        found.extend(recorder.record(mx.array, chain.handles, own, capsule, None, None, noted, None, None)[0])
+        return own[0]
+
+    case.attend(0, case.q(1), attended)
+    for _, _, bindings, _, _ in found:
+        arrays = [x[1:] for x in bindings.values() if not isinstance(x, bytes)]
+        is_plane = {at: at in chain.addresses and (whole or 2 * counted == nbytes) for at, nbytes, counted in arrays}
+        yield {at: plane if is_plane[at] else counted for at, _, counted in arrays}
+
+
+def command_buffers(num_layers, launches):
+    """How many MLX takes for a token."""
+    count, bound, ops = 1, {}, 0
+    for layer in range(num_layers):
+        for launch in launches:
+            ops, bound = ops + 1, {(layer, name): size for name, size in launch.items()} | bound
+            if ops > LAUNCHES_MAX or sum(bound.values()) >> 20 > MIB_MAX:
+                count, bound, ops = count + 1, {}, 0
+    return count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_large_pool_costs_no_command_buffers_and_a_planted_fault_does(recorder, attending, name):
+    module, num_layers, sizes = MODELS[name]
+    *_, heads, kv_heads, dim = sizes
+    case = attending(KVSpec(1, kv_heads, dim, "bfloat16", 16), heads // kv_heads, (1, 1), {})
+    layer = list(launches_of_layer(module, sizes))
+    at = [kind for kind, _ in layer].index("Concatenate")
+    two_passes = [launch for _, launch in (*layer[:at], layer[at], *layer[at:])]
+    dense = command_buffers(num_layers, two_passes)
+    for tokens in (32_768, 131_072):
+        counts = []
+        for whole in (False, True):  # planted: handles that count as what they are handles of
+            paged = list(recorded_launches(recorder, case, tokens * kv_heads * dim, whole))
+            assert len(paged) == 3  # a write, attention, the sum of its parts
+            launches = [launch for kind, launch in layer if kind not in ("SliceUpdate", "Concatenate")]
+            launches[at - 2 : at - 2] = paged  # behind one operation less for each of K and V
+            counts.append(command_buffers(num_layers, launches))
+        print(f"{name}, {tokens}: {len(two_passes)} launches a layer, {dense} dense, {counts} with the extension")
+        assert counts[0] <= dense + 1 < counts[1]
+
+
+def test_attention_binds_a_pool_that_is_scattered_by_its_first_elements():
+    backend, bound = MLXBackend(SMALL, NUM_BLOCKS, native=False, metal_kernel=mx.fast.metal_kernel), []
+    backend._on_pool(0, lambda *sides: bound.extend(plane.size for side in sides for plane in side))
+    assert bound == [8, 8]

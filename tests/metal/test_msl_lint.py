@@ -7,7 +7,10 @@ TEXT = """
 #include <metal_stdlib>
 using namespace metal;
 constant float table[2] = {1, 2};
-struct Pair { const device float* first; int second; };
+struct Pair {
+  const device float* first; int second;
+  METAL_FUNC int next() const { return second + 1; }
+};
 template <typename P>
 float head(P p) { return p[0]; }
 template <typename T>
@@ -23,7 +26,7 @@ template <typename T, int N>
   vec<T, 4> a = x4[0] * T(2);
   float4 b = float4(a), d = float4(1, 2, b.x, b.w), e(0.0f);
   Pair pair{(const device float*)x, n};
-  q[i] = simd_sum(T(x[i])) + T(head(few)) + T(head(x)) + tail(s, N) + T(table[1] + pair.first[pair.second]);
+  q[i] = simd_sum(T(x[i])) + T(head(few)) + T(head(x)) + tail(s, N) + T(table[1] + pair.first[pair.next()]);
   threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
   v[0] = max(b, d) + vec<float, 4>(a) + metal::vec<float, 4>(1, 2, b.x, b.w) + e;
   for (int k = 0; k < n; k++) y[i] = T(fast::exp(v[0].x - float(s[i])));
@@ -42,6 +45,9 @@ ADDRESS_SPACES = {
     "auto z = reinterpret_cast<device T*>(s);": "reinterpret_cast from",
     "y[i] = head(few) * 2.0;": "to 'double'",
     "device T* z = x;": "device _Float16 *",  # x is const
+    "device T* z = (device T*)s;": "C-style cast from '__local half *' to '__global half *'",
+    "int z = ((const device Pair*)x)->next();": "'this' argument to member function 'next' has type 'device Pair",
+    "Pair p; threadgroup Pair* z = (threadgroup Pair*)&p;": "C-style cast from '__private Pair *' to '__local Pair *'",
 }
 needs_clang = pytest.mark.skipif(clang() is None, reason="no clang++: its address spaces are what is tested")
 
@@ -58,4 +64,4 @@ def test_lint_passes_a_correct_text():
 @pytest.mark.parametrize("line", ADDRESS_SPACES)
 def test_mixed_address_spaces_are_found(line):
     found = lint(with_line(line), "f.metal")
-    assert found and ADDRESS_SPACES[line] in found[0] and found[0].startswith("f.metal:16:"), found
+    assert found and ADDRESS_SPACES[line] in found[0] and found[0].startswith("f.metal:19:"), found

@@ -1,10 +1,10 @@
 """Asks clang whether a kernel keeps Metal's address spaces apart: what Apple's compiler refuses and g++ does not see.
 
-Clang knows address spaces as an extension. With ``device``, ``constant`` and ``threadgroup`` spelled as such, its front
-end refuses what Metal refuses: a threadgroup pointer where a device pointer is expected, or a pointer without an
-address space. The text is checked as C++17, and never compiled to code. It is no Metal compiler: classes with member
-functions cannot live behind these pointers here, a comparison of vectors gives integers, not bools, and a C-style cast
-may still mix address spaces.
+Clang checks two dialects of it, and compiles neither to code. With ``device``, ``constant`` and ``threadgroup`` spelled
+as attributes of C++17, it refuses a threadgroup pointer where a device pointer is expected, and a pointer without an
+address space. As C++ for OpenCL, whose address spaces are part of the language, it refuses also C-style casts that mix
+them, and member functions of objects that are not the thread's. It is no Metal compiler: a comparison of vectors gives
+integers, not bools.
 """
 
 import re
@@ -24,11 +24,14 @@ from .prepass import (
 
 HEADER = Path(__file__).resolve().parent / "lint" / "metal.h"
 FLAGS = (
-    "-std=c++17", "-fsyntax-only", "-x", "c++", "-nostdinc", "-ferror-limit=20", "-Wall", "-Wextra",
-    "-Wdouble-promotion", "-Wno-unknown-pragmas", "-Wno-undefined-inline", "-Wno-undefined-internal",
-    "-Wno-unused-parameter",
-    "-Wno-unused-variable", "-Wno-unused-function", "-Wno-sign-compare",
+    "-fsyntax-only", "-ferror-limit=20", "-Wall", "-Wextra", "-Wdouble-promotion", "-Wno-unknown-pragmas",
+    "-Wno-undefined-inline", "-Wno-undefined-internal", "-Wno-unused-parameter", "-Wno-unused-variable",
+    "-Wno-unused-function", "-Wno-sign-compare",
 )  # fmt: skip
+DIALECTS = {
+    "C++": ("-x", "c++", "-std=c++17", "-nostdinc"),
+    "OpenCL": ("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-Xclang", "-fnative-half-type"),
+}
 _VECTOR_NAME = re.compile(
     r"(?<![\w:])((?:uchar|u?int|u?long|ushort|half|bfloat|float)[234])\s*(?=\()"
     r"|\b(?:metal::)?vec\s*<"
@@ -37,8 +40,12 @@ _SYSTEM_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<[^\n]*", re.MULTILINE
 # Metal converts vectors in functional casts, and half to float unasked; nothing may become double.
 _DIAGNOSTIC = re.compile(
     r": (?:fatal )?error: (?! ?from vector '.* to vector '.* of different size)"
+    # In C++ for OpenCL, a temporary object lies in no address space.
+    r"(?!cannot initialize object parameter .* type '(?!.*__(?:global|local|constant|private|generic) ))"
     r"|: warning: (?!.* to '(?!double').*\[-Wdouble-promotion\])"
 )
+_STRUCT = re.compile(r"^struct [^;{]*\{\n.*?^\};", re.MULTILINE | re.DOTALL)
+_MEMBER = re.compile(r"^(\s*METAL_FUNC [^;{]*\))( const)? \{", re.MULTILINE)
 # What C++ has and Metal has not.
 BANNED = {
     "double": "no type double",
@@ -85,19 +92,19 @@ def lint(source: str, name: str) -> list[str]:
 
     `source` is Metal text that names what it needs instantiated, as MLX's generated text does in its last line.
     """
-    text = strip_comments(source)
-    text = rewrite_threadgroup_variables(text, name, lambda *parts: "static threadgroup {} {}{}".format(*parts))
-    text = _constructors(_SYSTEM_INCLUDE.sub("", strip_attributes(text)))
+    text = _constructors(_SYSTEM_INCLUDE.sub("", strip_attributes(strip_comments(source))))
+    text = rewrite_threadgroup_variables(text, name, "threadgroup {0} (&{1}){2} = *(threadgroup {0} (*){2})8".format)
     found = [
         f"{name}: {BANNED[word]}"
         for word in sorted(set(re.findall(r"[A-Za-z_]\w*", re.sub(r'"[^"\n]*"', "", text))) & BANNED.keys())
     ]
-    tool = clang()
-    if tool:
-        prefix = f'#line 1 "{name}"\nusing namespace metal;\ntypedef half float16_t;\ntypedef bfloat bfloat16_t;\n'
+    prefix = f'#line 1 "{name}"\nusing namespace metal;\ntypedef half float16_t;\ntypedef bfloat bfloat16_t;\n'
+    for dialect, options in DIALECTS.items() if clang() else ():
+        if dialect == "OpenCL":  # whose member functions are of objects anywhere, Metal's of those of a thread
+            text = _STRUCT.sub(lambda found: _MEMBER.sub(r"\1\2 thread {", found[0]), text)
         result = subprocess.run(
-            [*tool, *FLAGS, "-include", str(HEADER), "-"],
+            [*clang(), *options, *FLAGS, "-include", str(HEADER), "-"],
             input=f'{prefix}#line 1 "{name}"\n{text}', capture_output=True, text=True, check=False,
         )  # fmt: skip
-        found += [line for line in result.stderr.splitlines() if _DIAGNOSTIC.search(line)]
+        found += [f"{line} ({dialect})" for line in result.stderr.splitlines() if _DIAGNOSTIC.search(line)]
     return found

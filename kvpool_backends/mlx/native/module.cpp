@@ -71,13 +71,8 @@ std::vector<T> elements_of(PyObject* object) {
   const bool fits = view.itemsize == Py_ssize_t(sizeof(T));
   if (fits) std::copy_n(static_cast<const T*>(view.buf), elements.size(), elements.data());
   PyBuffer_Release(&view);
-  if (!fits) throw Refusal{PyExc_TypeError, "[kvpool] an array has elements of another size"};
+  if (!fits) refuse(PyExc_TypeError, "[kvpool] an array has elements of another size");
   return elements;
-}
-
-void refuse_range(const char* call, const std::string& what, int64_t value, const std::string& limit) {
-  throw Refusal{PyExc_IndexError,
-                std::string("[") + call + "] " + what + " is " + std::to_string(value) + ", " + limit};
 }
 
 std::string shape_text(const mx::array& x) {
@@ -92,17 +87,15 @@ void check_tokens(const char* call, const char* name, const mx::array& x, int64_
   auto differs = [](int64_t wanted, int64_t found) { return wanted >= 0 && wanted != found; };
   if (x.ndim() != 3 || differs(num_tokens, x.shape(0)) || differs(heads, x.shape(1)) || differs(dim, x.shape(2))) {
     auto size = [](int64_t n, const char* letter) { return n < 0 ? std::string(letter) : std::to_string(n); };
-    throw Refusal{PyExc_ValueError, std::string("[") + call + "] " + name + " must have shape [" +
-                                        size(num_tokens, "T") + ", " + size(heads, "Hq") + ", " + size(dim, "D") +
-                                        "], got " + shape_text(x)};
+    refuse(PyExc_ValueError, "[", call, "] ", name, " must have shape [", size(num_tokens, "T"), ", ",
+           size(heads, "Hq"), ", ", size(dim, "D"), "], got ", shape_text(x));
   }
   if (x.dtype() != mx::float32 && x.dtype() != mx::float16 && x.dtype() != mx::bfloat16) {
-    throw Refusal{PyExc_TypeError, std::string("[") + call + "] " + name + " must be float32, float16 or bfloat16"};
+    refuse(PyExc_TypeError, "[", call, "] ", name, " must be float32, float16 or bfloat16");
   }
   if (x.is_tracer()) {
-    throw Refusal{PyExc_RuntimeError,
-                  std::string("[") + call + "] " + name +
-                      " has no content yet, as inside mx.compile or mx.vmap; call it outside of them"};
+    refuse(PyExc_RuntimeError, "[", call, "] ", name,
+           " has no content yet, as inside mx.compile or mx.vmap; call it outside of them");
   }
 }
 
@@ -172,7 +165,7 @@ PyObject* layer(PyObject*, PyObject* args) {
 MetalText text_of(PyObject* pair) {
   const char *function, *text;
   if (!PyTuple_Check(pair) || !PyArg_ParseTuple(pair, "ss", &function, &text)) {
-    throw Refusal{PyExc_TypeError, "[metal_texts] a kernel is (function, text)"};
+    refuse(PyExc_TypeError, "[metal_texts] a kernel is (function, text)");
   }
   return {function, text};
 }
@@ -187,7 +180,7 @@ PyObject* metal_texts(PyObject*, PyObject* args) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(writes); i++) {
       PyObject* kernels = PyTuple_GET_ITEM(writes, i);
       if (!PyTuple_Check(kernels) || PyTuple_GET_SIZE(kernels) != 6) {
-        throw Refusal{PyExc_TypeError, "[metal_texts] kernels that write come in tuples of six"};
+        refuse(PyExc_TypeError, "[metal_texts] kernels that write come in tuples of six");
       }
       auto& texts = made->write.emplace_back();
       for (int j = 0; j < 6; j++) {
@@ -206,25 +199,23 @@ PyObject* metal_texts(PyObject*, PyObject* args) {
 void check_lengths(const Step& step, int64_t num_tokens, int64_t block_size) {
   const auto &lens = step.seq_lens, &cu = step.cu_q_lens;
   if (cu.size() != lens.size() + 1 || cu[0] != 0) {
-    throw Refusal{PyExc_ValueError, "[attend] cu_q_lens must have shape [" + std::to_string(lens.size() + 1) +
-                                        "] and begin with 0, got " + std::to_string(cu.size()) + " entries"};
+    refuse(PyExc_ValueError, "[attend] cu_q_lens must have shape [", lens.size() + 1, "] and begin with 0, got ",
+           cu.size(), " entries");
   }
   for (size_t row = 0; row < lens.size(); row++) {
     const int64_t num_queries = cu[row + 1] - cu[row];
     if (num_queries < 0 || (num_tokens >= 0 && cu[row + 1] > num_tokens)) {
-      throw Refusal{PyExc_ValueError, "[attend] cu_q_lens[" + std::to_string(row + 1) + "] is " +
-                                          std::to_string(cu[row + 1]) + ", the range is " + std::to_string(cu[row]) +
-                                          " .. " + std::to_string(num_tokens)};
+      refuse(PyExc_ValueError, "[attend] cu_q_lens[", row + 1, "] is ", cu[row + 1], ", the range is ", cu[row], " .. ",
+             num_tokens);
     }
     if (lens[row] < num_queries) {
-      throw Refusal{PyExc_ValueError, "[attend] seq_lens[" + std::to_string(row) + "] is " + std::to_string(lens[row]) +
-                                          ", the row has " + std::to_string(num_queries) + " queries"};
+      refuse(PyExc_ValueError, "[attend] seq_lens[", row, "] is ", lens[row], ", the row has ", num_queries,
+             " queries");
     }
     const int64_t blocks = lens[row] / block_size + (lens[row] % block_size != 0);
     if (num_queries > 0 && blocks > step.table_stride) {
-      throw Refusal{PyExc_ValueError, "[attend] seq_lens[" + std::to_string(row) + "] is " + std::to_string(lens[row]) +
-                                          ", a table of " + std::to_string(step.table_stride) + " blocks holds " +
-                                          std::to_string(step.table_stride * block_size) + " tokens"};
+      refuse(PyExc_ValueError, "[attend] seq_lens[", row, "] is ", lens[row], ", a table of ", step.table_stride,
+             " blocks holds ", step.table_stride * block_size, " tokens");
     }
   }
 }
@@ -236,8 +227,8 @@ void check_tables(const Step& step, int64_t num_blocks, int64_t block_size) {
     const int32_t* table = step.tables.data() + row * step.table_stride;
     for (int64_t i = 0; i < blocks; i++) {
       if (table[i] < 0 || table[i] >= num_blocks) {
-        refuse_range("attend", "block_tables[" + std::to_string(row) + ", " + std::to_string(i) + "]", table[i],
-                     "the pool has blocks 0 .. " + std::to_string(num_blocks - 1));
+        refuse(PyExc_IndexError, "[attend] block_tables[", row, ", ", i, "] is ", table[i],
+               ", the pool has blocks 0 .. ", num_blocks - 1);
       }
     }
   }
@@ -258,8 +249,8 @@ PyObject* step(PyObject*, PyObject* args) {
       const auto numbers = elements_of<int64_t>(slots);
       for (size_t i = 0; i < numbers.size(); i++) {
         if (numbers[i] >= num_blocks * block_size) {
-          refuse_range("write", "slots[" + std::to_string(i) + "]", numbers[i],
-                       "the pool has slots 0 .. " + std::to_string(num_blocks * block_size - 1));
+          refuse(PyExc_IndexError, "[write] slots[", i, "] is ", numbers[i], ", the pool has slots 0 .. ",
+                 num_blocks * block_size - 1);
         }
       }
       made->slots.emplace(numbers.begin(), mx::Shape{int(numbers.size())}, mx::int64);
@@ -270,8 +261,8 @@ PyObject* step(PyObject*, PyObject* args) {
       made->cu_q_lens = elements_of<int64_t>(cu_q_lens);
       made->table_stride = table_width;
       if (int64_t(made->tables.size()) < table_width * int64_t(made->seq_lens.size())) {
-        throw Refusal{PyExc_ValueError, "[attend] block_tables must have shape [" +
-                                            std::to_string(made->seq_lens.size()) + ", W], it has fewer rows"};
+        refuse(PyExc_ValueError, "[attend] block_tables must have shape [", made->seq_lens.size(),
+               ", W], it has fewer rows");
       }
       check_lengths(*made, -1, block_size);
       check_tables(*made, num_blocks, block_size);
@@ -306,7 +297,7 @@ void note_launch(const mx::array& out, MetalAttention& made, std::vector<std::ui
   const auto described = static_cast<const mx::fast::CustomKernel&>(out.primitive()).state();
   const auto &name = std::get<0>(described), &source = std::get<1>(described);
   if (std::get<6>(described).has_value() || out.siblings().size() > 0) {
-    throw Refusal{PyExc_ValueError, "[metal_attention] a launch has more outputs, or sets them before"};
+    refuse(PyExc_ValueError, "[metal_attention] a launch has more outputs, or sets them before");
   }
   auto& kernel = kernels_by_name[name];
   if (kernel == nullptr || kernel->text != source) kernel = std::make_shared<MetalText>(MetalText{name, source});
@@ -338,7 +329,7 @@ PyObject* metal_attention(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "OO!O!", &result, &PyTuple_Type, &handles, &PyTuple_Type, &varying)) return nullptr;
     const auto& out = array_of(result, "metal_attention", "result");
     if (!out.has_primitive() || std::string_view(out.primitive().name()) != "CustomKernel") {
-      throw Refusal{PyExc_TypeError, "[metal_attention] the result is not of a metal_kernel"};
+      refuse(PyExc_TypeError, "[metal_attention] the result is not of a metal_kernel");
     }
     std::vector<std::uintptr_t> ids;
     for (PyObject* arrays : {handles, varying}) {
@@ -391,9 +382,8 @@ void add_queries(std::vector<mx::array>& inputs, PyObject* const* args, const Po
   const auto& q = array_of(args[Q], "attend", "q");
   check_tokens("attend", "q", q, -1, -1, planes.k.dim);
   if (q.shape(1) < 1 || q.shape(1) % planes.num_kv_heads) {
-    throw Refusal{PyExc_ValueError, "[attend] q has " + std::to_string(q.shape(1)) +
-                                        " heads, it must be a multiple of the " + std::to_string(planes.num_kv_heads) +
-                                        " KV heads"};
+    refuse(PyExc_ValueError, "[attend] q has ", q.shape(1), " heads, it must be a multiple of the ",
+           planes.num_kv_heads, " KV heads");
   }
   check_lengths(*parts.step, q.shape(0), planes.block_size);
   inputs.push_back(q);
@@ -405,7 +395,7 @@ void add_queries(std::vector<mx::array>& inputs, PyObject* const* args, const Po
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   return guarded([&]() -> PyObject* {
     if (num_args != NUM_ARGUMENTS || !PyTuple_Check(args[HANDLES]) || !PyTuple_Check(args[READS])) {
-      throw Refusal{PyExc_TypeError, "[run] wrong number or kinds of arguments"};
+      refuse(PyExc_TypeError, "[run] wrong number or kinds of arguments");
     }
     PoolOp::Parts parts;
     parts.layer = held<Layer>(args[LAYER_], LAYER);
@@ -425,7 +415,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
     }
     const size_t num_handles = inputs.size();
     if (num_handles != size_t(parts.layer->num_arrays())) {
-      throw Refusal{PyExc_ValueError, "[run] another number of handles than the layer has arrays"};
+      refuse(PyExc_ValueError, "[run] another number of handles than the layer has arrays");
     }
     if (parts.writes) add_tokens(inputs, args, parts);
     if (args[ON_GPU] == Py_True) parts.add_metal_inputs(inputs);
@@ -433,7 +423,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
     if (parts.metal_attention != nullptr) {
       const auto& last = parts.metal_attention->launches.back();
       if (size_t(PyTuple_GET_SIZE(args[READS])) != parts.metal_attention->num_varying) {
-        throw Refusal{PyExc_ValueError, "[run] another number of arrays than attention takes"};
+        refuse(PyExc_ValueError, "[run] another number of arrays than attention takes");
       }
       check_tokens("attend", "q", array_of(PyTuple_GET_ITEM(args[READS], 0), "attend", "q"), -1, -1, -1);
       shapes.push_back(last.shape);
@@ -481,7 +471,7 @@ PyObject* address(PyObject*, PyObject* object) {
   return guarded([&]() -> PyObject* {
     const auto& x = array_of(object, "address", "array");
     if (x.status() == mx::array::Status::unscheduled) {
-      throw Refusal{PyExc_ValueError, "[address] the array has not been evaluated"};
+      refuse(PyExc_ValueError, "[address] the array has not been evaluated");
     }
     return PyLong_FromVoidPtr(const_cast<void*>(static_cast<const void*>(x.data<char>())));
   });

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from kvpool.spec import KVSpec
 from kvpool_backends.mlx.base import PoolMemory
-from kvpool_backends.mlx.native.loading import NOWHERE, isa_address
+from kvpool_backends.mlx.native import NOWHERE, isa_address
 
 _KV_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # kvcpu.h
 

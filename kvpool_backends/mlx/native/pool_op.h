@@ -157,9 +157,8 @@ class PoolOp : public mx::Primitive {
   int first_handle() const { return parts_.attends ? 2 : 1; }
   void place(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) const;
   void write_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
-  void write_floats(const WriteTexts& texts, int k_side, int v_side, const mx::array* tokens,
-                    std::vector<mx::array>& outputs);
-  void write_packed(const WriteTexts& texts, int side, const mx::array* tokens, std::vector<mx::array>& outputs);
+  void write_planes(const WriteTexts& texts, std::vector<const Rows*> planes, std::vector<const mx::array*> tokens,
+                    const mx::array& slots, std::vector<mx::array>& outputs);
   void copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
   void attend_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);
   void seal_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs);

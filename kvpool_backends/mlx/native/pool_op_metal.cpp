@@ -81,61 +81,44 @@ void PoolOp::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
 
 void PoolOp::write_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   const Layer& layer = *parts_.layer;
+  const auto& texts = layer.metal->write;
   const mx::array* tokens = &inputs[layer.num_arrays()]; // k, v, slots
-  if (tokens[2].size() == 0) return;
-  if (layer.metal->write.size() == 1) {
-    write_floats(layer.metal->write[0], 0, 1, tokens, outputs);
+  const auto& slots = tokens[2];
+  if (slots.size() == 0) return;
+  if (texts.size() == 1) {
+    write_planes(texts[0], {&layer.rows[0][0], &layer.rows[1][0]}, {tokens, tokens + 1}, slots, outputs);
     return;
   }
   for (int side = 0; side < 2; side++) {
-    if (layer.num_parts(side) == 1) {
-      write_floats(layer.metal->write[side], side, side, tokens, outputs);
+    const mx::array* x = tokens + side;
+    const Rows* rows = layer.rows[side].data();
+    if (layer.num_parts(side) == 1) { // given twice, the kernel has no dimensions of a second plane
+      write_planes(texts[side], {rows, rows}, {x, x}, slots, outputs);
     } else {
-      write_packed(layer.metal->write[side], side, tokens, outputs);
+      write_planes(texts[side], {rows, rows + 1, rows + 2}, {x}, slots, outputs);
     }
   }
 }
 
-// Writes K and V, or a single plane that is given twice. Then the kernel has no dimensions of a second plane.
-void PoolOp::write_floats(const WriteTexts& texts, int k_side, int v_side, const mx::array* tokens,
+// Writes K and V; or words, scales and biases, of which the latter two have the same layout.
+void PoolOp::write_planes(const WriteTexts& texts, std::vector<const Rows*> planes,
+                          std::vector<const mx::array*> tokens, const mx::array& slots,
                           std::vector<mx::array>& outputs) {
-  const Layer& layer = *parts_.layer;
-  const mx::array &k = tokens[k_side], &v = tokens[v_side];
-  const Rows &k_rows = layer.rows[k_side][0], &v_rows = layer.rows[v_side][0];
-  std::array<int64_t, 8> layout;
-  std::copy(k_rows.layout.begin(), k_rows.layout.end(), layout.begin());
-  std::copy(v_rows.layout.begin(), v_rows.layout.end(), layout.begin() + 4);
-  const std::array<int64_t, 6> strides = {k.strides(0), k.strides(1), k.strides(2),
-                                          v.strides(0), v.strides(1), v.strides(2)};
-  auto& encoder = encoder_with(texts.at({dtype_of(k), has_vectors(k) && has_vectors(v)}), stream());
-  encoder.set_output_array(outputs[first_handle() + k_rows.array], 0);
-  encoder.set_output_array(outputs[first_handle() + v_rows.array], 1);
-  encoder.set_input_array(k, 2);
-  encoder.set_input_array(v, 3);
-  encoder.set_input_array(tokens[2], 4);
-  encoder.set_bytes(layout.data(), int(layout.size()), 5);
-  encoder.set_bytes(strides.data(), int(strides.size()), 6);
-  dispatch(encoder, std::max(k_rows.length, v_rows.length) / CHUNK, layer.planes.num_kv_heads, tokens[2].size());
-}
-
-void PoolOp::write_packed(const WriteTexts& texts, int side, const mx::array* tokens,
-                          std::vector<mx::array>& outputs) {
-  const Layer& layer = *parts_.layer;
-  const mx::array& x = tokens[side];
-  const auto& rows = layer.rows[side];
-  std::array<int64_t, 8> layout; // of words, and of scales and biases alike
-  std::copy(rows[0].layout.begin(), rows[0].layout.end(), layout.begin());
-  std::copy(rows[1].layout.begin(), rows[1].layout.end(), layout.begin() + 4);
-  const std::array<int64_t, 3> strides = {x.strides(0), x.strides(1), x.strides(2)};
-  auto& encoder = encoder_with(texts.at({dtype_of(x), has_vectors(x)}), stream());
-  for (int part = 0; part < 3; part++) {
-    encoder.set_output_array(outputs[first_handle() + rows[part].array], part);
+  const bool vectors = std::all_of(tokens.begin(), tokens.end(), [](auto* x) { return has_vectors(*x); });
+  auto& encoder = encoder_with(texts.at({dtype_of(*tokens[0]), vectors}), stream());
+  std::vector<int64_t> layout, strides;
+  for (int i = 0; i < 2; i++) layout.insert(layout.end(), planes[i]->layout.begin(), planes[i]->layout.end());
+  int index = 0, width = 0;
+  for (const auto* plane : planes) encoder.set_output_array(outputs[first_handle() + plane->array], index++);
+  for (const auto* x : tokens) {
+    encoder.set_input_array(*x, index++);
+    strides.insert(strides.end(), {x->strides(0), x->strides(1), x->strides(2)});
+    width = std::max(width, x->shape(2));
   }
-  encoder.set_input_array(x, 3);
-  encoder.set_input_array(tokens[2], 4);
-  encoder.set_bytes(layout.data(), int(layout.size()), 5);
-  encoder.set_bytes(strides.data(), int(strides.size()), 6);
-  dispatch(encoder, x.shape(2) / CHUNK, layer.planes.num_kv_heads, tokens[2].size());
+  encoder.set_input_array(slots, index++);
+  encoder.set_bytes(layout.data(), int(layout.size()), index++);
+  encoder.set_bytes(strides.data(), int(strides.size()), index);
+  dispatch(encoder, width / CHUNK, parts_.layer->planes.num_kv_heads, slots.size());
 }
 
 void PoolOp::copy_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {

@@ -1,5 +1,5 @@
-// Metal as far as clang's front end can check it: address spaces are clang's own, vectors are its extended vectors, and
-// the library is declarations only. Nothing of this is ever compiled to code. See lint.py.
+// Metal as far as clang's front end can check it: address spaces are clang's own or OpenCL's, vectors are clang's extended
+// vectors, and the library is declarations only. Nothing of this is ever compiled to code. See lint.py.
 #pragma once
 
 typedef unsigned char uchar, uint8_t;
@@ -10,13 +10,21 @@ typedef int int32_t;
 typedef unsigned int uint, uint32_t;
 typedef long int64_t, ptrdiff_t;
 typedef unsigned long ulong, uint64_t, size_t;
-typedef _Float16 half;
 typedef __bf16 bfloat;
 
+#ifdef __OPENCL_CPP_VERSION__
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+#define device __global
+#define constant __constant
+#define threadgroup __local
+#define thread __private
+#else
+typedef _Float16 half;
 #define device __attribute__((address_space(1)))
 #define constant __attribute__((address_space(2)))
 #define threadgroup __attribute__((address_space(3)))
 #define thread
+#endif
 #define INFINITY __builtin_inff()
 #define METAL_FUNC inline
 
@@ -62,7 +70,7 @@ bool simd_all(bool);
 template <class T, int Cols = 8, int Rows = 8>
 struct simdgroup_matrix {
   simdgroup_matrix();
-  vec<T, 2>& thread_elements();
+  thread vec<T, 2>& thread_elements() thread;
 };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 template <class T, int Cols, int Rows>

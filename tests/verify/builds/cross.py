@@ -4,7 +4,8 @@ zig is the compiler, from PyPI. It has the C headers and libraries of both syste
 Apple's frameworks is three headers of a line, and MLX itself comes as its wheel for macOS. What was compiled for
 macOS is linked as far as it can be without a Mac, and is not run. What was compiled for Linux runs under qemu on
 Debian's AArch64 Python, where the machine has apt-get and qemu: tests of the core, of the CPU kernels and of the
-stand-in. The Metal kernels are compiled as CUDA, too, by NVIDIA's compilers from PyPI: none may spill registers.
+stand-in. The Metal kernels are compiled as CUDA, too, by NVIDIA's compilers from PyPI: none may spill registers. And
+zig's clang checks them as C++ for OpenCL, whose address spaces are those of Metal.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 from tests.verify.builds.interpreter import ROOT, apt
 
@@ -218,6 +220,22 @@ def spilling_kernels() -> list[str]:
     return wrong
 
 
+def refused_kernels(variants: Sequence[dict[str, Any]]) -> list[str]:
+    """What clang says against the Metal kernels of variants of `metal_costs`, as C++ and as C++ for OpenCL."""
+    import msl
+    from metal_costs import batch_of
+    from metal_engine import StandIn
+
+    kernels: dict[str, Any] = {}
+    with mock.patch.object(msl.Kernel, "launch", lambda self, *_: kernels.setdefault(self.function, self)):
+        for variant in variants:
+            batch_of(variant).run(StandIn().factory(0))
+    with ThreadPoolExecutor(2) as pool:
+        wrong = [fault for faults in pool.map(lambda kernel: kernel.faults, kernels.values()) for fault in faults]
+    print(f"{'C++ for OpenCL':24} {len(kernels)} kernels, {len(wrong)} objections", flush=True)
+    return wrong
+
+
 def pip(*arguments: str | Path) -> None:
     """Run pip; wheels alone, for another machine."""
     command = [sys.executable, "-m", "pip", *map(str, arguments), "--only-binary=:all:"]
@@ -286,10 +304,12 @@ def run_tests(tests: Sequence[str]) -> list[str]:
 def main() -> int:
     """Compile everything, run what can run; 1 if anything went wrong."""
     sys.path[:0] = [str(ROOT / "tests" / name) for name in ("", "helpers")]
+    import metal_costs
+
     FOLDER.mkdir(parents=True, exist_ok=True)
     modules, kernels = list(extension_modules()), list(stand_in())
     wrong = compile_pieces(MACOS, [*kernels, *modules, native_extension()]) or missing_symbols()
-    wrong += compile_pieces(LINUX, [*kernels, *modules]) + spilling_kernels()
+    wrong += compile_pieces(LINUX, [*kernels, *modules]) + spilling_kernels() + refused_kernels(metal_costs.VARIANTS)
     if why := refused():
         print(f"nothing is run: {why}")
     elif not wrong:
