@@ -3,7 +3,7 @@
 A group is all layers that keep the same: keys and values of every token (``full``), of the last tokens (``window``), of
 the tokens since a multiple (``chunk``), or a state of one size whatever the length (``state``). `layer_groups` reads
 them from the ``config.json`` (Hugging Face style) of a model. Where mlx-lm is installed it asks the model itself
-(kvpool.adapters.mlx_lm.sizes). Else, and where mlx-lm cannot build it from this config, it reads the types of `_TYPES`,
+(`adapters.mlx_lm.shapes`). Else, and where mlx-lm cannot build it from this config, it reads the types of `_TYPES`,
 which keep keys and values of every token or of a window, or latents. Everything else is refused with the reason: a size
 that is silently wrong costs more than none. `spec_from_config` is what a pool with one table needs. `arranged` says how
 groups share arenas of blocks.
@@ -26,7 +26,7 @@ from kvpool.spec import DTYPES, KVSpec, checked_int
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
 _log = logging.getLogger(__name__)
-_MODELS = "kvpool.adapters.mlx_lm.sizes"  # by name, as backends are: it is a layer above, and needs mlx-lm
+_MODELS = "kvpool.adapters.mlx_lm.shapes"  # by name, as backends are: it is a layer above, and needs mlx-lm
 _INSTEAD = "describe what its layers keep with kvpool.KVSpec, and size it with kvpool.config.blocks_for"
 _ITEMSIZES = DTYPES | {"int64": 8, "int32": 4, "uint32": 4, "int8": 1, "uint8": 1}
 

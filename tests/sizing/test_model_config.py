@@ -11,9 +11,8 @@ import mlx.core as mx
 from configs import LLAMA_8B
 
 from benchmarks.tiny_families import OWN, config_of
-from kvpool.adapters.mlx_lm import sizes as model_sizes
-from kvpool.adapters.mlx_lm.shapes import ModelShape
-from kvpool.adapters.mlx_lm.sizes import groups_of_model
+from kvpool.adapters.mlx_lm import shapes as model_sizes
+from kvpool.adapters.mlx_lm.shapes import ModelShape, groups_of_model
 from kvpool.config import KVSpec, describe_plan
 from kvpool.sizing import _RULES, LayerGroup, StateArray, layer_groups, spec_from_config
 
@@ -279,7 +278,7 @@ def test_plan_refuses_what_would_be_sized_wrongly(fields, message):
 @pytest.fixture
 def no_mlx_lm(monkeypatch):
     """An environment without mlx-lm."""
-    monkeypatch.setitem(sys.modules, "kvpool.adapters.mlx_lm.sizes", None)
+    monkeypatch.setitem(sys.modules, "kvpool.adapters.mlx_lm.shapes", None)
 
 
 READ = [  # without mlx-lm, in the forms that read otherwise
