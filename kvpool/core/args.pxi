@@ -296,7 +296,7 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
     return 0
 
 
-cdef int ints_batch(Ints* ints, object value, str call, str name, bint narrow, type huge=ValueError) except -1:
+cdef inline int ints_batch(Ints* ints, object value, str call, str name, bint narrow, type huge=ValueError) except -1:
     """Copy the batch that a call is made for, as `ints_get`; one int is a batch of one."""
     ints_get(ints, value, call, name, True, narrow, huge)
     if ints.size < 0:

@@ -293,7 +293,7 @@ cdef class BlockAPI:
         """Make a call with a batch of blocks, which may have an option."""
         cdef Ints given
         cdef Verdict v
-        cdef bint wanted = to_bool(option, call, name)
+        cdef bint wanted = option is not False and to_bool(option, call, name)
         ints_init(&given, &self.state.spare)
         try:
             ints_batch(&given, ids, call, "ids", True, IndexError)
@@ -348,13 +348,17 @@ cdef class BlockAPI:
             if pool_next_block(self.state, self.number) == next_one:
                 status = pool_alloc(self.state, self.number, &one, 1, 1, &v)
             next_one = pool_next_block(self.state, self.number)
-            pool_end(self.state, OK if status == RETRY else status, &v, "alloc")
+            pool_leave(self.state)
+        if status != OK:
+            refuse("alloc", &v)
         return found
 
     cdef int alloc_now(self, int32_t* ids, int64_t count, int64_t room) except -1:
         cdef Verdict v
         pool_enter(self.state, "alloc")
-        return pool_end(self.state, pool_alloc(self.state, self.number, ids, count, room, &v), &v, "alloc")
+        cdef int status = pool_alloc(self.state, self.number, ids, count, room, &v)
+        pool_leave(self.state)
+        return 0 if status == OK else refuse("alloc", &v)
 
     cdef object alloc_into(self, object out, int64_t count):
         cdef Py_buffer view

@@ -701,7 +701,7 @@ cdef class Pool:
         ints_init(&rows, &self.state.spare)
         ints_init(&new, &self.state.spare)
         plan.refuse_pending(call)
-        cdef bint some = to_bool(partial, call, "partial")
+        cdef bint some = partial is not False and to_bool(partial, call, "partial")
         try:
             ints_batch(&rows, handles, call, "handles", False)
             ints_get(&new, num_new, call, "num_new", True, True)

@@ -93,7 +93,7 @@ cdef void write_range(const Field* f, int64_t at, int64_t first, int64_t end) no
         at += 1
 
 
-cdef void write_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
+cdef inline void write_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
     """values[i] + shift for every row; the compiler makes one vector loop of each branch."""
     cdef int32_t i
     if f.width == 4:
