@@ -39,12 +39,13 @@ FUZZER = [Path("tests/verify"), Path("tests/verify/slow")] if "--inplace" in sys
 #: kernels have its arguments.
 FOR_SIZE = ("capi",)
 #: What the core is compiled with besides. gcc takes every function that has one caller into it: then calls of one row
-#: pay for the registers of all that they might lead to. It also copies, unrolls and pads where that saves nothing,
-#: counted in instructions: a sixth of the binary.
+#: pay for the registers of all that they might lead to. It also inlines, copies, unrolls and pads where that saves
+#: nothing, counted in instructions: a quarter of the binary.
 CORE_ARGS = (
-    *("-fno-inline-functions-called-once", "--param=inline-unit-growth=15"),
-    *("--param=max-completely-peeled-insns=60", "--param=max-completely-peel-times=4"),
-    *(f"-fno-align-{what}" for what in ("functions", "jumps", "labels")),
+    *("-fno-inline-functions-called-once", "--param=inline-unit-growth=15", "--param=max-inline-insns-auto=15"),
+    *("--param=early-inlining-insns=6", "--param=max-completely-peeled-insns=60"),
+    "--param=max-completely-peel-times=4",
+    *(f"-fno-align-{what}" for what in ("functions", "jumps", "labels", "loops")),
 )
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
 PLAIN = ("_verify",) if "address" in SANITIZE else ()

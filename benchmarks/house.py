@@ -27,7 +27,7 @@ LAYERS = (
     (
         *("kvpool.errors", "kvpool.stats", "kvpool.groups", "kvpool.spec", "kvpool.namespaces"),
         "kvpool.retention",
-        "kvpool._signatures",
+        "kvpool._arguments",
     ),
     ("kvpool._", "kvpool.capi"),
     ("kvpool.scheduler", "kvpool.protocol", "kvpool"),

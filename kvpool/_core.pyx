@@ -24,18 +24,17 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cython cimport critical_section
 from libc.stdint cimport INT32_MAX, INT64_MAX, INT64_MIN
-from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memmove, memset
 
 import gc
 import os
-from dataclasses import replace
 from inspect import signature
 
 import numpy as np
 
-from kvpool import _signatures
+from kvpool import _arguments
+from kvpool._arguments import COMMON, FIELDS, show
 from kvpool.errors import (
     CapacityExceeded,
     ConcurrentUse,
@@ -48,7 +47,7 @@ from kvpool.errors import (
     PoolClosed,
     StaleHandle,
 )
-from kvpool.groups import Group, arenas_of
+from kvpool.groups import arena_sizes, arenas_of, read_groups, resized
 from kvpool.retention import Keep
 from kvpool.stats import PlanLimits, PoolOptions, PoolStats, PrefixStats
 

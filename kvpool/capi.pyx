@@ -571,22 +571,22 @@ cdef int do_table(State* pool, Given* given, Verdict* v) noexcept nogil:
                       <int64_t*>given.argument[1].data, &columns, v)
 
 
-cdef int table(kvpool_pool* pool, int64_t handle, const int32_t** blocks, int64_t* n) noexcept:
-    cdef Given given
-    begin(&given, handle)
-    given.group = ONLY_GROUP
-    give(&given, OUT, "blocks", blocks, 1)
-    give(&given, OUT, "n", n, 1)
-    return perform(pool, "table", &given, do_table)
-
-
-cdef int group_table(kvpool_pool* pool, int64_t handle, int32_t group, const int32_t** blocks, int64_t* n) noexcept:
+cdef int read_table(kvpool_pool* pool, int64_t handle, int64_t group, const int32_t** blocks, int64_t* n,
+                    str call) noexcept:
     cdef Given given
     begin(&given, handle)
     given.group = group
     give(&given, OUT, "blocks", blocks, 1)
     give(&given, OUT, "n", n, 1)
-    return perform(pool, "group_table", &given, do_table)
+    return perform(pool, call, &given, do_table)
+
+
+cdef int table(kvpool_pool* pool, int64_t handle, const int32_t** blocks, int64_t* n) noexcept:
+    return read_table(pool, handle, ONLY_GROUP, blocks, n, "table")
+
+
+cdef int group_table(kvpool_pool* pool, int64_t handle, int32_t group, const int32_t** blocks, int64_t* n) noexcept:
+    return read_table(pool, handle, group, blocks, n, "group_table")
 
 
 cdef int do_num_tokens(State* pool, Given* given, Verdict* v) noexcept nogil:
@@ -597,11 +597,15 @@ cdef int do_num_tokens(State* pool, Given* given, Verdict* v) noexcept nogil:
     return OK
 
 
-cdef int num_tokens(kvpool_pool* pool, int64_t handle, int64_t* tokens) noexcept:
+cdef int read(kvpool_pool* pool, int64_t handle, void* to, str name, str call, Act act) noexcept:
     cdef Given given
     begin(&given, handle)
-    give(&given, OUT, "tokens", tokens, 1)
-    return perform(pool, "num_tokens", &given, do_num_tokens)
+    give(&given, OUT, name, to, 1)
+    return perform(pool, call, &given, act)
+
+
+cdef int num_tokens(kvpool_pool* pool, int64_t handle, int64_t* tokens) noexcept:
+    return read(pool, handle, tokens, "tokens", "num_tokens", do_num_tokens)
 
 
 cdef int do_num_free(State* pool, Given* given, Verdict* v) noexcept nogil:
@@ -610,10 +614,7 @@ cdef int do_num_free(State* pool, Given* given, Verdict* v) noexcept nogil:
 
 
 cdef int num_free(kvpool_pool* pool, int64_t* blocks) noexcept:
-    cdef Given given
-    begin(&given, 0)
-    give(&given, OUT, "blocks", blocks, 1)
-    return perform(pool, "num_free", &given, do_num_free)
+    return read(pool, 0, blocks, "blocks", "num_free", do_num_free)
 
 
 cdef int do_stats(State* pool, Given* given, Verdict* v) noexcept nogil:
@@ -646,10 +647,7 @@ cdef int do_digest(State* pool, Given* given, Verdict* v) noexcept nogil:
 
 
 cdef int digest(kvpool_pool* pool, uint64_t* digest) noexcept:
-    cdef Given given
-    begin(&given, 0)
-    give(&given, OUT, "digest", digest, 1)
-    return perform(pool, "digest", &given, do_digest)
+    return read(pool, 0, digest, "digest", "digest", do_digest)
 
 
 # -- the capsule

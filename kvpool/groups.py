@@ -1,6 +1,6 @@
 """Layer groups: layers of one kind and one shape; a pool has one at least. docs/core.md is the contract."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from operator import index
 from typing import Self
@@ -126,3 +126,54 @@ def arenas_of(groups: tuple[Group, ...]) -> list[int]:
     """The arena of each group of a pool: each state group has one of its own, after those of blocks."""
     states = count(1 + max(group.arena for group in groups))
     return [next(states) if group.kind == "state" else group.arena for group in groups]
+
+
+def read_groups(groups: object, block_size: int, lookahead: int, most: int) -> tuple[Group, ...]:
+    """The layer groups that a pool is asked for, at most so many; None: one full group."""
+    if groups is None:
+        return (Group.full(),)
+    if not isinstance(groups, (list, tuple)):
+        raise TypeError(f"[Pool] groups must be a list or a tuple of kvpool.Group, not {type(groups).__name__}")
+    groups = tuple(groups)
+    for group in groups:
+        if type(group) is not Group:
+            raise TypeError(f"[Pool] groups must be kvpool.Group, not {type(group).__name__}")
+    if not 1 <= len(groups) <= most:
+        raise ValueError(f"[Pool] {len(groups)} groups, there are 1 .. {most}")
+    blocks = [group for group in groups if group.kind != "state"]
+    for group in blocks:
+        if group.block_size not in (None, block_size, 2 * block_size, 4 * block_size):
+            raise ValueError(f"[Pool] block_size of a group is {group.block_size}, it must be {block_size} times 1, 2 "
+                             f"or 4")
+        if group.kind != "full" and lookahead >= group.size:
+            raise ValueError(f"[Pool] lookahead is {lookahead}, it must be below every window and chunk ({group.size})")
+    arenas = {group.arena for group in blocks}
+    if arenas != set(range(len(arenas))):
+        raise ValueError(f"[Pool] arenas are {', '.join(map(str, sorted(arenas)))}, they must be 0, 1, .. without a "
+                         f"gap")
+    told: dict[int, int | None] = {0: None}
+    for group in blocks:
+        if group.arena not in told and group.num_blocks is None:
+            raise ValueError(f"[Pool] the first group in arena {group.arena} must say num_blocks")
+        if group.num_blocks not in (None, told.setdefault(group.arena, group.num_blocks)):
+            due = f"another says {told[group.arena]}" if group.arena else "the pool's own argument says how many"
+            raise ValueError(f"[Pool] a group says that arena {group.arena} has {group.num_blocks} blocks, {due}")
+    return groups
+
+
+def arena_sizes(groups: tuple[Group, ...], num_blocks: int) -> dict[int, int]:
+    """Arena -> blocks, or state slots."""
+    sizes = {0: num_blocks}
+    for group, arena in zip(groups, arenas_of(groups), strict=True):
+        sizes.setdefault(arena, group.size if group.kind == "state" else group.num_blocks or 0)
+    return sizes
+
+
+def resized(groups: tuple[Group, ...], sizes: dict[int, int]) -> tuple[Group, ...]:
+    """The same groups in arenas of other sizes."""
+    return tuple(
+        replace(group, size=sizes[arena])
+        if group.kind == "state"
+        else group if group.num_blocks is None else replace(group, num_blocks=sizes[arena])
+        for group, arena in zip(groups, arenas_of(groups), strict=True)
+    )

@@ -179,15 +179,6 @@ cdef void ints_free(Ints* ints) noexcept nogil:
 
 # ---- reading -----------------------------------------------------------------------------------------------
 
-cdef str show(object value):
-    """The value as a message shows it: short, whatever it is."""
-    try:
-        text = repr(value)
-    except Exception:           # a number of 5,000 digits, an object that cannot show itself
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high, type huge=ValueError) except? -1:
     """`value` as an integer in ``low .. high``; `huge` is raised for one that is not."""
     cdef int64_t result
@@ -205,6 +196,12 @@ cdef int64_t to_int(object value, str call, str name, int64_t low, int64_t high,
     if result < low or result > high:
         raise huge(f"[{call}] {name} is out of range ({result}), it must be in {low} .. {high}")
     return result
+
+
+cdef bint to_bool(object value, str call, str name) except -1:
+    if not isinstance(value, bool):
+        raise TypeError(f"[{call}] {name} must be a bool, not {type(value).__name__} ({value!r})")
+    return value
 
 
 cdef Py_ssize_t true_length(object value):
@@ -299,7 +296,7 @@ cdef int ints_get(Ints* ints, object value, str call, str name, bint scalar, bin
     return 0
 
 
-cdef int ints_batch(Ints* ints, object value, str call, str name, bint narrow, type huge=ValueError) except -1:
+cdef inline int ints_batch(Ints* ints, object value, str call, str name, bint narrow, type huge=ValueError) except -1:
     """Copy the batch that a call is made for, as `ints_get`; one int is a batch of one."""
     ints_get(ints, value, call, name, True, narrow, huge)
     if ints.size < 0:

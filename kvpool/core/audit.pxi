@@ -37,14 +37,13 @@ cdef bint check_fences(const Blocks* b, const Pending* pending, char* finding) n
     cdef int32_t size = 0
     while p != NULL:
         if p.id <= last or not p.pending:
-            return snprintf(finding, FINDING, b"step %lld is pending behind step %lld", <long long>p.id,
-                            <long long>last) > 0
+            return found(finding, b"step %lld is pending behind step %lld", <long long>p.id, <long long>last)
         last = p.id
         size += 1
         p = p.newer
     if size != pending.size or b.newest_pending != last or b.oldest_pending != (pending.oldest.id if size else 0):
-        return snprintf(finding, FINDING, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size,
-                        <long long>last, <long long>b.oldest_pending, <long long>b.newest_pending) > 0
+        return found(finding, b"%d steps are pending up to %lld, the fences say %lld .. %lld", size, <long long>last,
+                     <long long>b.oldest_pending, <long long>b.newest_pending)
     return False
 
 
@@ -66,10 +65,10 @@ cdef bint compare_holds(const Blocks* b, const int32_t* holds, const int32_t* fl
     for k in range(b.num_blocks):
         made -= b.block[k].place == USED and unwritten(b, k)
         if b.block[k].hold != holds[k] or b.floor[k] != floors[k]:
-            return snprintf(finding, FINDING, b"block %d has hold %d and floor %d, pending plans say %d and %d", k,
-                            b.block[k].hold, b.floor[k], holds[k], floors[k]) > 0
+            return found(finding, b"block %d has hold %d and floor %d, pending plans say %d and %d", k, b.block[k].hold,
+                         b.floor[k], holds[k], floors[k])
     if made != 0:
-        return snprintf(finding, FINDING, b"%d more blocks are made by pending copies than wait for one", made) > 0
+        return found(finding, b"%d more blocks are made by pending copies than wait for one", made)
     return False
 
 
@@ -81,6 +80,7 @@ cdef uint64_t part_fingerprint(const StepPart* part, uint64_t h) noexcept nogil:
     return log_fingerprint(&part.log, h)
 
 
+@cython.callspec("KV_COLD")
 cdef uint64_t groups_fingerprint(const Groups* gs, const Pending* pending, uint64_t h, int64_t
                                  next_step) noexcept nogil:
     """Hash of what the groups have beside arena 0 and the sequences."""
@@ -116,23 +116,23 @@ cdef bint check_holes(const LayerGroup* g, int32_t slot, const Seq* q, int64_t p
     cdef int64_t least = 0, evicted = g.seq[slot].evicted
     cdef int32_t gone = g.seq[slot].gone
     if evicted and not (g.kind == FULL_LAYERS and 0 < evicted <= point <= q.num_tokens):
-        return snprintf(finding, FINDING, b"sequence in slot %d lost %lld tokens, the last one at %lld of %lld", slot,
-                        <long long>evicted, <long long>point, <long long>q.num_tokens) > 0
+        return found(finding, b"sequence in slot %d lost %lld tokens, the last one at %lld of %lld", slot,
+                     <long long>evicted, <long long>point, <long long>q.num_tokens)
     if g.kind == STATE_LAYERS:
         if (g.table[slot] != NO_BLOCK) != (q.num_tokens > 0):
-            return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens and state slot %d", slot,
-                            <long long>q.num_tokens, g.table[slot]) > 0
+            return found(finding, b"sequence in slot %d has %lld tokens and state slot %d", slot,
+                         <long long>q.num_tokens, g.table[slot])
         return False
     if g.kind == WINDOW_LAYERS:
         least = q.num_tokens - g.reach + 1
     elif g.kind == CHUNK_LAYERS:
         least = q.num_tokens // g.reach * g.reach
     if gone and not (g.kept < gone and gone * g.block_size <= least):
-        return snprintf(finding, FINDING, b"sequence in slot %d let go of entries up to %d, it reads from %lld on",
-                        slot, gone, <long long>least) > 0
+        return found(finding, b"sequence in slot %d let go of entries up to %d, it reads from %lld on", slot, gone,
+                     <long long>least)
     if g.seq[slot].due != due_of(g, gone):
-        return snprintf(finding, FINDING, b"sequence in slot %d lets go at length %lld, its holes say %lld", slot,
-                        <long long>g.seq[slot].due, <long long>due_of(g, gone)) > 0
+        return found(finding, b"sequence in slot %d lets go at length %lld, its holes say %lld", slot,
+                     <long long>g.seq[slot].due, <long long>due_of(g, gone))
     return False
 
 
@@ -146,14 +146,12 @@ cdef bint check_tail(const Groups* gs, const LayerGroup* g, int32_t slot, char* 
     block = group_row(g, slot)[index * g.columns]
     room = min((index + 1) * g.block_size - held, q.num_blocks * gs.block_size - q.num_tokens)
     if g.kind == STATE_LAYERS or index >= entries_of(g, slot, q.num_blocks) or t.block != block:
-        return snprintf(finding, FINDING, b"sequence in slot %d has tail %d, its table says otherwise", slot,
-                        t.block) > 0
+        return found(finding, b"sequence in slot %d has tail %d, its table says otherwise", slot, t.block)
     if t.next_slot != block * g.block_size + held % g.block_size:
-        return snprintf(finding, FINDING, b"sequence in slot %d would write its next token to slot %lld", slot,
-                        <long long>t.next_slot) > 0
+        return found(finding, b"sequence in slot %d would write its next token to slot %lld", slot,
+                     <long long>t.next_slot)
     if t.stop_slot != t.next_slot + room:
-        return snprintf(finding, FINDING, b"sequence in slot %d has a tail that ends at slot %lld", slot,
-                        <long long>t.stop_slot) > 0
+        return found(finding, b"sequence in slot %d has a tail that ends at slot %lld", slot, <long long>t.stop_slot)
     return False
 
 
@@ -176,12 +174,12 @@ cdef bint check_group(const Groups* gs, const LayerGroup* g, int32_t* references
             index = <int32_t>(i // g.columns)
             if g.kept <= index < g.seq[slot].gone:
                 if ids[i] != g.hole:
-                    return snprintf(finding, FINDING, b"sequence in slot %d has block %d in entry %d, which was let go",
-                                    slot, ids[i], index) > 0
+                    return found(finding, b"sequence in slot %d has block %d in entry %d, which was let go", slot,
+                                 ids[i], index)
                 continue
             if ids[i] < b.reserved or ids[i] >= b.num_blocks:
-                return snprintf(finding, FINDING, b"sequence in slot %d has block %d in its table of arena %d", slot,
-                                ids[i], g.arena) > 0
+                return found(finding, b"sequence in slot %d has block %d in its table of arena %d", slot, ids[i],
+                             g.arena)
             references[ids[i]] += 1
     return False
 
@@ -191,19 +189,19 @@ cdef bint check_sequence(const Groups* gs, int32_t slot, char* finding) noexcept
     cdef const Seq* q = &s.seq[slot]
     cdef const SeqPrefix* prefix = &s.prefix[slot] if s.prefix != NULL else NULL
     if not 0 <= q.num_tokens <= q.num_blocks * gs.block_size or q.num_blocks % gs.unit:
-        return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens in %d blocks", slot,
-                        <long long>q.num_tokens, q.num_blocks) > 0
+        return found(finding, b"sequence in slot %d has %lld tokens in %d blocks", slot, <long long>q.num_tokens,
+                     q.num_blocks)
     if not 0 <= s.life[slot].point <= q.num_tokens:
-        return snprintf(finding, FINDING, b"sequence in slot %d has %lld tokens, some left by %lld", slot,
-                        <long long>q.num_tokens, <long long>s.life[slot].point) > 0
+        return found(finding, b"sequence in slot %d has %lld tokens, some left by %lld", slot, <long long>q.num_tokens,
+                     <long long>s.life[slot].point)
     if prefix == NULL:
         return False
     if s.life[slot].point and (prefix.committed or prefix.name != NULL):
-        return snprintf(finding, FINDING, b"sequence in slot %d was evicted from, and has %lld tokens made known", slot,
-                        <long long>prefix.committed) > 0
+        return found(finding, b"sequence in slot %d was evicted from, and has %lld tokens made known", slot,
+                     <long long>prefix.committed)
     if not (0 <= prefix.published <= prefix.committed // gs.block_size and prefix.committed <= q.num_tokens):
-        return snprintf(finding, FINDING, b"sequence in slot %d has %lld blocks published of %lld tokens known", slot,
-                        <long long>prefix.published, <long long>prefix.committed) > 0
+        return found(finding, b"sequence in slot %d has %lld blocks published of %lld tokens known", slot,
+                     <long long>prefix.published, <long long>prefix.committed)
     return False
 
 
@@ -222,10 +220,10 @@ cdef bint seqs_check(const Groups* gs, char* finding) noexcept nogil:
         tokens += s.seq[slot].num_tokens
         blocks += s.seq[slot].num_blocks
     if tokens != s.sum_tokens or blocks != s.sum_blocks:
-        return snprintf(finding, FINDING, b"counted %lld tokens in %lld blocks, the counters say %lld and %lld",
-                        <long long>tokens, <long long>blocks, <long long>s.sum_tokens, <long long>s.sum_blocks) > 0
+        return found(finding, b"counted %lld tokens in %lld blocks, the counters say %lld and %lld", <long long>tokens,
+                     <long long>blocks, <long long>s.sum_tokens, <long long>s.sum_blocks)
     if late != s.num_late:
-        return snprintf(finding, FINDING, b"counted %d late sequences, the counter says %d", late, s.num_late) > 0
+        return found(finding, b"counted %d late sequences, the counter says %d", late, s.num_late)
     return check_free_slots(s, num_open, retired, finding)
 
 
@@ -234,9 +232,8 @@ cdef bint check_references(const Blocks* b, const int32_t* references, char* fin
     cdef int32_t k
     for k in range(b.reserved, b.num_blocks):
         if b.block[k].refcount != references[k] + b.block[k].raw:
-            return snprintf(finding, FINDING,
-                            b"block %d has refcount %d, tables name it %d times and raw references are %d", k,
-                            b.block[k].refcount, references[k], b.block[k].raw) > 0
+            return found(finding, b"block %d has refcount %d, tables name it %d times and raw references are %d", k,
+                         b.block[k].refcount, references[k], b.block[k].raw)
     return False
 
 
@@ -264,6 +261,7 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
     return compare_holds(b, seen, floors, made, finding)
 
 
+@cython.callspec("KV_COLD")
 cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, int32_t room, char*
                        finding) noexcept nogil:
     """The first invariant of the groups that does not hold, in words. `seen`: twice `room` zeros, for blocks, nodes."""

@@ -293,20 +293,14 @@ cdef class BlockAPI:
         """Make a call with a batch of blocks, which may have an option."""
         cdef Ints given
         cdef Verdict v
-        cdef int status
-        if not isinstance(option, bool):
-            raise TypeError(f"[{call}] {name} must be a bool, not {type(option).__name__} ({option!r})")
+        cdef bint wanted = option is not False and to_bool(option, call, name)
         ints_init(&given, &self.state.spare)
         try:
             ints_batch(&given, ids, call, "ids", True, IndexError)
             pool_enter(self.state, call)
-            status = call_blocks(self.state, self.number, &given, op, option, &v)
-            pool_leave(self.state)
+            return pool_end(self.state, call_blocks(self.state, self.number, &given, op, wanted, &v), &v, call)
         finally:
             ints_free(&given)
-        if status != OK:
-            refuse(call, &v)
-        return 0
 
     # -- references
 
@@ -552,9 +546,7 @@ cdef class BlockAPI:
             blocks_take_empty(b, &id, 1)
             own(b, id, True)
             self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE_BLOCK), &id, 1)
-        pool_leave(self.state)
-        if status != OK:
-            refuse("take_block", &v)
+        pool_end(self.state, status, &v, "take_block")
 
     def touch(self, ids, *, blank=False):
         """One reference more on each block, in use or cached: a hit. Free ones are in use from now on.
@@ -643,9 +635,7 @@ cdef class BlockAPI:
             pool_enter(self.state, "drain_evicted")
             status = pool_drain_evicted(self.state, self.number, data, count, &v)
             count = self.at().num_dropped
-            pool_leave(self.state)
-        if status != OK:
-            refuse("drain_evicted", &v)
+            pool_end(self.state, OK if status == RETRY else status, &v, "drain_evicted")
         return ids
 
     # -- reading
@@ -686,11 +676,9 @@ cdef class BlockAPI:
             for k in range(given.size if status == OK else 0):
                 block = &b.block[ints_at(&given, k)]
                 found[k] = block.committed if content else block.refcount
-            pool_leave(self.state)
+            pool_end(self.state, status, &v, call)
         finally:
             ints_free(&given)
-        if status != OK:
-            refuse(call, &v)
         return result
 
     def refcounts(self, ids):

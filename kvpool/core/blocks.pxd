@@ -28,9 +28,6 @@ Why it is so:
 """
 
 cdef enum:
-    FINDING = 256               # bytes of what a check found, in words
-
-cdef enum:
     SETTLED = -1                # fence of an evictable block that the prefix cache has taken off the LRU list
 
 cdef enum:

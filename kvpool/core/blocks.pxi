@@ -1,5 +1,21 @@
 """Blocks of one arena. C functions on a `Blocks` struct, which cannot fail: callers check first."""
 
+cdef extern from *:
+    """
+    #include <stdarg.h>
+    #define KV_COLD __attribute__((cold))       /* for size, and so is what only such functions call */
+    enum { KV_FINDING = 256 };                  /* bytes of what a check found, in words */
+    static KV_COLD int kv_found(char *finding, const char *text, ...) {
+        va_list values;
+        va_start(values, text);
+        vsnprintf(finding, KV_FINDING, text, values);
+        va_end(values);
+        return 1;
+    }
+    """
+    enum: FINDING "KV_FINDING"
+    bint found "kv_found"(char* finding, const char* text, ...) noexcept nogil     # put in words what a check found
+
 
 cdef inline bint unwritten(const Blocks* b, int32_t i) noexcept nogil:
     """Whether a block in use is the dst of a copy that a pending plan still has to make."""
@@ -495,39 +511,37 @@ cdef bint check_chain(const Blocks* b, const Chain* chain, uint8_t place, const 
     cdef int32_t i = chain.head, previous = NO_BLOCK, count = 0
     while i != NO_BLOCK:
         if i < b.reserved or i >= b.num_blocks or count > b.num_blocks:
-            return snprintf(finding, FINDING, b"%s list is broken at block %d", name, i) > 0
+            return found(finding, b"%s list is broken at block %d", name, i)
         if b.block[i].place != place or b.block[i].fence == SETTLED:
-            return snprintf(finding, FINDING, b"block %d is on the %s list, but its place is %d", i, name,
-                            <int>b.block[i].place) > 0
+            return found(finding, b"block %d is on the %s list, but its place is %d", i, name, <int>b.block[i].place)
         if b.block[i].prev != previous:
-            return snprintf(finding, FINDING, b"%s list: block %d does not point back at %d", name, i, previous) > 0
+            return found(finding, b"%s list: block %d does not point back at %d", name, i, previous)
         if place == LIMBO and (b.block[i].fence > b.newest_pending
                                or (previous != NO_BLOCK and b.block[i].fence < b.block[previous].fence)):
-            return snprintf(finding, FINDING, b"limbo is not in the order of its fences at block %d", i) > 0
+            return found(finding, b"limbo is not in the order of its fences at block %d", i)
         previous = i
         i = b.block[i].next
         count += 1
     if previous != chain.tail or count != chain.size:
-        return snprintf(finding, FINDING, b"%s list has %d blocks, its counter says %d", name, count, chain.size) > 0
+        return found(finding, b"%s list has %d blocks, its counter says %d", name, count, chain.size)
     return False
 
 
 cdef bint check_block(const Blocks* b, int32_t i, char* finding) noexcept nogil:
     cdef const Block* block = &b.block[i]
     if block.place > RESERVED or (block.place == RESERVED) != (i < b.reserved):
-        return snprintf(finding, FINDING, b"block %d has place %d", i, <int>block.place) > 0
+        return found(finding, b"block %d has place %d", i, <int>block.place)
     if block.refcount < 0 or block.raw < 0 or block.hold < 0 or block.raw > block.refcount:
-        return snprintf(finding, FINDING, b"block %d has refcount %d, raw %d, hold %d", i, block.refcount, block.raw,
-                        block.hold) > 0
+        return found(finding, b"block %d has refcount %d, raw %d, hold %d", i, block.refcount, block.raw, block.hold)
     if (block.place == USED) != (block.refcount + block.hold > 0):
-        return snprintf(finding, FINDING, b"block %d has place %d with refcount %d and hold %d", i, <int>block.place,
-                        block.refcount, block.hold) > 0
+        return found(finding, b"block %d has place %d with refcount %d and hold %d", i, <int>block.place,
+                     block.refcount, block.hold)
     if block.noted and block.committed:
-        return snprintf(finding, FINDING, b"block %d is committed, and in the dropped list", i) > 0
+        return found(finding, b"block %d is committed, and in the dropped list", i)
     if block.place == BLANK and block.committed:
-        return snprintf(finding, FINDING, b"block %d is blank and committed", i) > 0
+        return found(finding, b"block %d is blank and committed", i)
     if b.floor[i] and not block.hold:
-        return snprintf(finding, FINDING, b"block %d has floor %d without a hold", i, b.floor[i]) > 0
+        return found(finding, b"block %d has floor %d without a hold", i, b.floor[i])
     return False
 
 
@@ -539,7 +553,7 @@ cdef bint check_ids(const Blocks* b, const int32_t* ids, int32_t n, bint noted, 
         id = ids[k]
         if (id < b.reserved or id >= b.num_blocks or seen[id]
                 or (b.block[id].noted == 0 if noted else b.block[id].place != BLANK)):
-            return snprintf(finding, FINDING, b"%s holds block %d at %d", name, id, k) > 0
+            return found(finding, b"%s holds block %d at %d", name, id, k)
         seen[id] = 1
     memset(seen, 0, b.num_blocks * sizeof(int32_t))
     return False
@@ -550,8 +564,7 @@ cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept n
     cdef int32_t i, shared = 0, settled = 0, noted = 0
     cdef int32_t[5] places
     if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):
-        return snprintf(finding, FINDING, b"the blank stack has %d entries and the dropped list %d", b.num_blank,
-                        b.num_dropped) > 0
+        return found(finding, b"the blank stack has %d entries and the dropped list %d", b.num_blank, b.num_dropped)
     memset(places, 0, sizeof(places))
     for i in range(b.num_blocks):
         if check_block(b, i, finding):
@@ -561,21 +574,19 @@ cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept n
         settled += b.block[i].place == EVICTABLE and b.block[i].fence == SETTLED
         noted += b.block[i].noted
     if places[USED] != b.num_used or shared != b.num_shared or b.num_used > b.peak_used:
-        return snprintf(finding, FINDING, b"counted %d used and %d shared blocks, the counters say %d and %d",
-                        places[USED], shared, b.num_used, b.num_shared) > 0
+        return found(finding, b"counted %d used and %d shared blocks, the counters say %d and %d", places[USED], shared,
+                     b.num_used, b.num_shared)
     if (check_ids(b, b.blank, b.num_blank, False, b"blank stack", seen, finding)
             or check_ids(b, b.dropped, b.num_dropped, True, b"the dropped list", seen, finding)):
         return True
     if noted != b.num_dropped:
-        return snprintf(finding, FINDING, b"the dropped list has %d entries, %d blocks are noted", b.num_dropped,
-                        noted) > 0
+        return found(finding, b"the dropped list has %d entries, %d blocks are noted", b.num_dropped, noted)
     if places[BLANK] != b.num_blank:
-        return snprintf(finding, FINDING, b"blank stack has %d entries for %d blank blocks", b.num_blank,
-                        places[BLANK]) > 0
+        return found(finding, b"blank stack has %d entries for %d blank blocks", b.num_blank, places[BLANK])
     if b.limbo.size and (b.newest_pending == 0 or b.block[b.limbo.head].fence < b.oldest_pending):
-        return snprintf(finding, FINDING, b"limbo holds %d blocks that no pending step can use", b.limbo.size) > 0
+        return found(finding, b"limbo holds %d blocks that no pending step can use", b.limbo.size)
     if check_chain(b, &b.lru, EVICTABLE, b"LRU", finding) or check_chain(b, &b.limbo, LIMBO, b"limbo", finding):
         return True
     if places[EVICTABLE] != b.num_evictable or settled + b.lru.size != b.num_evictable or places[LIMBO] != b.limbo.size:
-        return snprintf(finding, FINDING, b"a block is on no list") > 0
+        return found(finding, b"a block is on no list")
     return False

@@ -387,14 +387,6 @@ cdef inline void transfer(const Tree* t, int32_t k, int32_t state, int32_t m, in
     memcpy(out + 1, checkpoint_bundle(t, m) + t.offset[k], t.span[k] * sizeof(int32_t))
 
 
-cdef inline bint computes(const Step* p, int32_t row, int32_t* at) noexcept nogil:
-    """Whether a row of a step has new tokens; asked of each row in turn, `at` is the next event."""
-    if at[0] == p.num_events or p.event[at[0]].row != row:
-        return True
-    at[0] += 1
-    return p.event[at[0] - 1].q_len != 0
-
-
 cdef void tree_loads(Groups* gs, const Step* p, bint advance) noexcept nogil:
     """Before the tables of a step change: states that its rows read and that nobody has copied yet."""
     cdef Tree* t = gs.tree
@@ -404,7 +396,7 @@ cdef void tree_loads(Groups* gs, const Step* p, bint advance) noexcept nogil:
     if t.num_loads == 0 or not advance:
         return
     for i in range(p.num_rows):
-        if not computes(p, i, &at):
+        if q_len_of(p, i, &at) == 0:
             continue
         slot = slot_of(p.handle[i])
         first = gs.group[t.state_group].table[slot]
@@ -446,7 +438,7 @@ cdef void tree_saves(Groups* gs, const Step* p) noexcept nogil:
     if t.bundle_size == 0 or not t.can_restore:
         return
     for i in range(p.num_rows):
-        if not computes(p, i, &at):
+        if q_len_of(p, i, &at) == 0:
             continue
         slot = slot_of(p.handle[i])
         length = p.length[i]
@@ -503,24 +495,24 @@ cdef bint check_checkpoint(const Groups* gs, int32_t m, int32_t loads, char* fin
     cdef bint may_leave = one.loads == 0 and one.step == 0, is_taken = False
     cdef int32_t k, id
     if one.loads != loads or one.listed != may_leave:
-        return snprintf(finding, FINDING, b"checkpoint %d has %d loads, counted %d, step %lld, and listed is %d", m,
-                        one.loads, loads, <long long>one.step, <int>one.listed) > 0
+        return found(finding, b"checkpoint %d has %d loads, counted %d, step %lld, and listed is %d", m, one.loads,
+                     loads, <long long>one.step, <int>one.listed)
     if one.node != NO_NODE and (t.more[one.node].checkpoint != m
                                 or t.node[one.node].depth * t.block_size != one.position):
-        return snprintf(finding, FINDING, b"checkpoint %d of %lld tokens is at node %d, which has checkpoint %d", m,
-                        <long long>one.position, one.node, t.more[one.node].checkpoint) > 0
+        return found(finding, b"checkpoint %d of %lld tokens is at node %d, which has checkpoint %d", m,
+                     <long long>one.position, one.node, t.more[one.node].checkpoint)
     for k in range(MOST_TAKEN if one.row >= 0 else 0):
         is_taken |= t.row[one.row].taken[k] == m
     if (is_taken + one.orphan + (one.node != NO_NODE) != 1 or is_taken != (one.row >= 0)
             or (one.orphan and may_leave)):
-        return snprintf(finding, FINDING, b"checkpoint %d is at node %d, of row %d, orphan is %d: that is not one", m,
-                        one.node, one.row, <int>one.orphan) > 0
+        return found(finding, b"checkpoint %d is at node %d, of row %d, orphan is %d: that is not one", m, one.node,
+                     one.row, <int>one.orphan)
     for k in range(t.bundle_size):
         id = checkpoint_bundle(t, m)[k]
         if (t.stands[0][id].role != BUNDLE or t.stands[0][id].node != m
                 or gs.arena[0].block[id].place != (EVICTABLE if may_leave else USED)):
-            return snprintf(finding, FINDING, b"block %d has role %d and place %d, it is of checkpoint %d", id,
-                            <int>t.stands[0][id].role, <int>gs.arena[0].block[id].place, m) > 0
+            return found(finding, b"block %d has role %d and place %d, it is of checkpoint %d", id,
+                         <int>t.stands[0][id].role, <int>gs.arena[0].block[id].place, m)
     return False
 
 
@@ -535,8 +527,7 @@ cdef bint check_bundles(const Groups* gs, int32_t* named, char* finding) noexcep
         times = named[id]
         named[id] = 0
         if times != (t.stands[0][id].role == BUNDLE):
-            return snprintf(finding, FINDING, b"block %d has role %d, %d checkpoints name it", id,
-                            <int>t.stands[0][id].role, times) > 0
+            return found(finding, b"block %d has role %d, %d checkpoints name it", id, <int>t.stands[0][id].role, times)
     return False
 
 
@@ -550,7 +541,7 @@ cdef bint check_checkpoint_line(const Tree* t, const Line* line, int32_t* count,
         last = t.checkpoint[m].stamp
         m = t.link[m].next
     if m != NO_CHECKPOINT:
-        return snprintf(finding, FINDING, b"checkpoint %d is in a line that is not its own, or too early", m) > 0
+        return found(finding, b"checkpoint %d is in a line that is not its own, or too early", m)
     count[0] += line.size
     return False
 
@@ -578,7 +569,6 @@ cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noe
         if check_checkpoint_line(t, &t.keeping.checkpoints[k], &in_lines, finding):
             return True
     if num_loads != t.num_loads or saves != t.num_saves or not listed == in_lines == num_listed(t):
-        return snprintf(finding, FINDING, b"counted %d loads, %d saves and %d checkpoints that may leave, the counters "
-                        b"say %d, %d and %d", num_loads, saves, listed, t.num_loads, t.num_saves,
-                        num_listed(t)) > 0
+        return found(finding, b"counted %d loads, %d saves and %d checkpoints that may leave, the counters say %d, %d "
+                     b"and %d", num_loads, saves, listed, t.num_loads, t.num_saves, num_listed(t))
     return check_bundles(gs, loads, finding)

@@ -76,11 +76,9 @@ cdef int pool_compact(State* pool, int64_t group, Ints* batch, const Ints* lengt
     cdef int32_t slot
     cdef int status = judge_full(pool, group, v)
     if status == OK:
-        status = seqs_judge(&pool.seqs, batch, False, v)
+        status = seqs_judge(&pool.seqs, batch, lengths, False, v)
     if status != OK:
         return status
-    if lengths.size >= 0 and lengths.size != batch.size:
-        return refused(v, BAD_SHAPE, -1, lengths.size, 0, 0, batch.size)
     for k in range(batch.size):
         slot = slot_of(ints_at(batch, k))
         length = ints_at(lengths, k)

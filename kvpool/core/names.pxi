@@ -145,7 +145,7 @@ cdef void names_count_anew(const Names* names) noexcept nogil:
 cdef bint names_count(const Names* names, int32_t slot, char* finding) noexcept nogil:
     """Count a user, a sequence or a node, for `names_check`; whether its namespace is not known."""
     if not 0 <= slot < names.size + names.num_free or names.slot[slot] == NULL:
-        return snprintf(finding, FINDING, b"namespace %d is in use, and forgotten", slot) > 0
+        return found(finding, b"namespace %d is in use, and forgotten", slot)
     names.slot[slot].counted += 1
     return False
 
@@ -162,14 +162,13 @@ cdef bint names_check(const Names* names, char* finding) noexcept nogil:
         size += 1
         if (name.slot != i or names_find(names, name.hash, name_bytes(name), name.size) != name
                 or name.users != name.counted):
-            return snprintf(finding, FINDING, b"namespace %d has %lld users, counted %lld", i, <long long>name.users,
-                            <long long>name.counted) > 0
+            return found(finding, b"namespace %d has %lld users, counted %lld", i, <long long>name.users,
+                         <long long>name.counted)
     for at in range(names.mask + <int64_t>1):
         name = names.bucket[at]
         while name != NULL:
             places += 1
             name = name.next
     if size != names.size or places != size:
-        return snprintf(finding, FINDING, b"%d namespaces are known in %d places, the counter says %d", size, places,
-                        names.size) > 0
+        return found(finding, b"%d namespaces are known in %d places, the counter says %d", size, places, names.size)
     return False

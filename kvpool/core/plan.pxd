@@ -77,9 +77,6 @@ cdef class Plan:
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1
     cdef int define(self, str name, int width, int64_t pad) except -1
     cdef list owners(self, str name)
-    cdef dict by_group(self, dict arrays, str call)
-    cdef int refuse_shape(self, str name, int k, object shape, str call) except -1
-    cdef int check_array(self, str name, int k, object array, dict held, str call) except -1
     cdef int attach(self, dict arrays, str call) except -1
     cdef int show_arrays(self, dict arrays) except -1
     cdef int watch(self, Bound* bound, int part, int field, object array, str call) except -1

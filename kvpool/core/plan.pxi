@@ -1,19 +1,6 @@
 """`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
 
-FIELDS = ("block_tables", "seq_lens", "slot_mapping", "positions", "cu_q_lens", "indptr", "indices", "last_page_len",
-          "slot_ids")               # in the order of the enum in groups.pxd
-FORMATS = {
-    "block_tables": ("block_tables",),
-    "seq_lens": ("seq_lens",),
-    "slot_mapping": ("slot_mapping",),
-    "positions": ("positions",),
-    "cu_q_lens": ("cu_q_lens",),
-    "csr": ("indptr", "indices", "last_page_len"),
-    "slot_ids": ("slot_ids",),
-    "page_batch_info": ("slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"),
-}
 LENGTH_FIELDS = ("seq_lens", "positions")
-COMMON = ("positions", "cu_q_lens", "slot_ids")     # the other arrays are those of a layer group
 ROW_FORMATS = ("block_tables", "csr", "page_batch_info")
 DTYPES = {4: np.int32, 8: np.int64}
 
@@ -81,6 +68,7 @@ cdef class PlanGroup:
         if maker is not OF_A_PLAN:
             raise TypeError("[PlanGroup] a Plan makes its groups, see plan.groups")
 
+    @cython.callspec("KV_COLD")
     cdef int init(self, const LayerGroup* group, int64_t rows, int64_t tokens, int64_t table_tokens,
                   int32_t bundle) except -1:
         """The arrays that are always there; `define` makes those that were asked for."""
@@ -283,15 +271,6 @@ cdef str shown_name(str name):
     return "kv_lens" if name == "seq_lens" else name
 
 
-cdef object formats_with(object backend, Pool pool, object formats):
-    """`formats` and those of a backend, if it has blocks like the pool's."""
-    for name, theirs, ours in (("block_size", backend.spec.block_size, pool.options.block_size),
-                               ("num_blocks", backend.num_blocks, pool.options.num_blocks)):
-        if theirs != ours:
-            raise ValueError(f"[Plan] {name} is {theirs} in the backend, {ours} in the pool")
-    return (*((formats,) if isinstance(formats, str) else formats), *backend.required_formats)
-
-
 cdef class Plan:
     """One step in flight: the arrays a backend reads, and what it takes to undo the step.
 
@@ -331,12 +310,12 @@ cdef class Plan:
     this plan; an attribute is the same array object as long as its shape stays.
     """
 
-    __signature__ = signature(_signatures.Plan)
+    __signature__ = signature(_arguments.Plan)
 
     def __cinit__(self, *args, **options):
         making(self)
         (pool, max_rows, max_tokens, formats, table_width, dtype, pad, out,
-         backend) = _signatures.Plan(*args, **options)
+         backend) = _arguments.Plan(*args, **options)
         if not isinstance(pool, Pool):
             raise TypeError(f"[Plan] pool must be a kvpool.Pool, not {type(pool).__name__}")
         self.pool = pool
@@ -359,7 +338,7 @@ cdef class Plan:
         self.step.plan = <void*>self
         self.step.part = self.part
         if backend is not None:
-            formats = formats_with(backend, self.pool, formats)
+            formats = _arguments.formats_with(backend, self.pool, formats)
         self.make_groups()
         self.declare(formats, dtype, {} if pad is None else pad, {} if out is None else out)
         made(self)
@@ -375,42 +354,20 @@ cdef class Plan:
         state = f"pending as step {self.number_of_step('repr')}" if flag(&self.step.pending) else "not pending"
         return f"<kvpool.Plan of {self.step.max_rows} rows and {self.max_tokens_} tokens, {state}>"
 
+    @cython.callspec("KV_COLD")
     cdef int declare(self, object formats, object dtype, object pad, object out) except -1:
         """Decide which arrays there are, with which dtype and pad, and make or bind them."""
-        if isinstance(formats, str):
-            formats = (formats,)
-        try:
-            formats = tuple(formats)
-        except TypeError:
-            raise TypeError(f"[Plan] formats must be names, not {show(formats)}") from None
-        for name in formats:
-            if not isinstance(name, str):
-                raise TypeError(f"[Plan] a format must be a str ({name!r})")
-            if name not in FORMATS:
-                raise ValueError(f"[Plan] no such format ({show(name)}), there are {', '.join(FORMATS)}")
-        self.names = tuple([name for name in FIELDS if any(name in FORMATS[f] for f in formats)])
-        for option, given in (("dtype", dtype), ("pad", pad), ("out", out)):
-            if not isinstance(given, dict) and option != "dtype":
-                raise TypeError(f"[Plan] {option} must be a dict, not {type(given).__name__} ({show(given)})")
-            for name in given if isinstance(given, dict) else ():
-                if name not in self.names:
-                    raise ValueError(f"[Plan] {option} names {name!r}, the arrays are {', '.join(self.names)}")
+        formats = _arguments.known_formats(formats)
+        self.names = _arguments.named_arrays(formats, dtype, pad, out)
         for part in self.group_plans:
             (<PlanGroup>part).data.wire.tracks = ((<PlanGroup>part).kind != STATE_LAYERS
                                                   and any(f in ROW_FORMATS for f in formats))
         low = 0 if self.pool.options.reserved_blocks else -1
         pads = {"block_tables": -1 if "page_batch_info" in formats else low, "slot_mapping": -1, "slot_ids": -1}
         for name in self.names:
-            asked = dtype.get(name, "int32") if isinstance(dtype, dict) else dtype
-            try:
-                code = np.dtype(asked).name
-            except TypeError:
-                code = None
-            if code not in ("int32", "int64"):
-                raise ValueError(f"[Plan] dtype of {name} must be int32 or int64 ({show(asked)})")
-            self.define(name, 4 if code == "int32" else 8,
+            self.define(name, _arguments.itemsize(name, dtype),
                         to_int(pad.get(name, pads.get(name, 0)), "Plan", f"pad of {name}", -INT32_MAX - 1, INT32_MAX))
-        return self.attach(self.by_group(out, "Plan"), "Plan")
+        return self.attach(out, "Plan")
 
     cdef int define(self, str name, int width, int64_t pad) except -1:
         cdef Field* field
@@ -428,6 +385,7 @@ cdef class Plan:
                 part.arrays[name][0].fill(pad)
         return 0
 
+    @cython.callspec("KV_COLD")
     cdef int make_groups(self) except -1:
         cdef LayerGroup[MAX_GROUPS] group
         cdef PlanGroup made
@@ -460,51 +418,9 @@ cdef class Plan:
         """The parts that have an array of such a name: 0 is what is common, 1 .. the layer groups."""
         return [k for k in range(len(self.parts)) if (<PlanGroup>self.parts[k]).has(name)]
 
-    cdef dict by_group(self, dict arrays, str call):
-        """Arrays of the caller by (part, name): in a pool of several groups a sequence has one for each."""
-        cdef dict found = {}
-        for name, given in arrays.items():
-            owners = self.owners(name)
-            if name in COMMON or len(self.group_plans) == 1:
-                if not owners:
-                    raise ValueError(f"[{call}] {name} is not an array of a group of states")
-                found[owners[0], name] = given
-                continue
-            if not isinstance(given, (list, tuple)) or len(given) != len(self.group_plans):
-                raise TypeError(f"[{call}] {name} must be a sequence of {len(self.group_plans)} arrays, one for each "
-                                f"layer group, None where the plan keeps its own")
-            for k, array in enumerate(given):
-                if array is not None and k + 1 not in owners:
-                    raise ValueError(f"[{call}] {name}[{k}] is an array, layer group {k} has none of that name")
-                if array is not None:
-                    found[k + 1, name] = array
-        return found
-
-    cdef int refuse_shape(self, str name, int k, object shape, str call) except -1:
-        due = (<PlanGroup>self.parts[k]).whole_shape(name)
-        if shape != due:
-            raise ValueError(f"[{call}] {name} has shape {shape}, it must be {due}")
-        return 0
-
-    cdef int check_array(self, str name, int k, object array, dict held, str call) except -1:
-        """All that can be wrong with a caller's array; `held` has the arrays it must not overlap."""
-        cdef int width = (<PlanGroup>self.parts[k]).field_of(name).width
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"[{call}] {name} must be an ndarray, not {type(array).__name__}")
-        if array.dtype.kind != "i" or array.dtype.itemsize != width:
-            raise TypeError(f"[{call}] {name} must be int{8 * width} ({array.dtype})")
-        if not array.dtype.isnative:
-            raise ValueError(f"[{call}] {name} must be in native byte order ({array.dtype})")
-        self.refuse_shape(name, k, array.shape, call)
-        if not array.flags.c_contiguous or not array.flags.writeable or not array.flags.aligned:
-            raise ValueError(f"[{call}] {name} must be C-contiguous, aligned and writable")
-        for (owner, other), (taken, _) in held.items():
-            if (owner, other) != (k, name) and np.may_share_memory(array, taken):
-                raise ValueError(f"[{call}] {name} overlaps {other}")
-        return 0
-
+    @cython.callspec("KV_COLD")
     cdef int attach(self, dict arrays, str call) except -1:
-        """Bind the caller's arrays, given by (part, name), all or none; what rows hold is forgotten."""
+        """Bind the caller's arrays, given by name, all or none; what rows hold is forgotten."""
         cdef Bound* bound = NULL
         cdef void* data[(MAX_GROUPS + 1) * NUM_FIELDS]
         cdef int at
@@ -514,6 +430,9 @@ cdef class Plan:
         cdef dict held
         cdef list kept
         cdef dict shown
+        cdef PlanGroup part
+        owners = {name: self.owners(name) for name in arrays}
+        arrays = _arguments.by_group(arrays, owners, len(self.group_plans), call)
         try:
             while status == RETRY:
                 with critical_section(self):
@@ -523,7 +442,9 @@ cdef class Plan:
                 held.update({key: (array, None) for key, array in arrays.items()})
                 kept = [entry for entry in kept if (entry[0], FIELDS[entry[1]]) not in arrays]
                 for (k, name), array in arrays.items():
-                    self.check_array(name, k, array, held, call)
+                    part = <PlanGroup>self.parts[k]
+                    _arguments.check_array(array, (k, name), part.field_of(name).width, part.whole_shape(name), held,
+                                           call)
                     for owner in owners_of(array):
                         kept.append((k, FIELDS.index(name), owner))
                 xfree(bound)
@@ -540,7 +461,8 @@ cdef class Plan:
                         shape = ()
                         for d in range(bound[num_bound].nd):
                             shape += (bound[num_bound].shape[d],)
-                        self.refuse_shape(FIELDS[field], k, shape, call)
+                        _arguments.check_shape(FIELDS[field], shape, (<PlanGroup>self.parts[k]).whole_shape(FIELDS[field]),
+                                               call)
                     num_bound += 1
                 shown = {k: {} for k in range(len(self.parts))}
                 for (k, name), array in held.items():
@@ -647,7 +569,7 @@ cdef class Plan:
         for name in arrays:
             if name not in self.names:
                 raise ValueError(f"[bind] no such array ({name!r}), there are {', '.join(self.names)}")
-        self.attach(self.by_group(arrays, "bind"), "bind")
+        self.attach(arrays, "bind")
 
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1:
         try:

@@ -7,46 +7,6 @@ cdef extern from "Python.h":
     void made "PyObject_GC_Track"(object made)
 
 
-cdef tuple read_groups(object groups, int64_t block_size, int64_t lookahead):
-    if groups is None:
-        return (Group.full(),)
-    if not isinstance(groups, (list, tuple)):
-        raise TypeError(f"[Pool] groups must be a list or a tuple of kvpool.Group, not {type(groups).__name__}")
-    groups = tuple(groups)
-    for group in groups:
-        if type(group) is not Group:
-            raise TypeError(f"[Pool] groups must be kvpool.Group, not {type(group).__name__}")
-    if not 1 <= len(groups) <= MAX_GROUPS:
-        raise ValueError(f"[Pool] {len(groups)} groups, there are 1 .. {MAX_GROUPS}")
-    blocks = [group for group in groups if group.kind != "state"]
-    for group in blocks:
-        if group.block_size not in (None, block_size, 2 * block_size, 4 * block_size):
-            raise ValueError(f"[Pool] block_size of a group is {group.block_size}, it must be {block_size} times 1, 2 "
-                             f"or 4")
-        if group.kind != "full" and lookahead >= group.size:
-            raise ValueError(f"[Pool] lookahead is {lookahead}, it must be below every window and chunk ({group.size})")
-    arenas = {group.arena for group in blocks}
-    if arenas != set(range(len(arenas))):
-        raise ValueError(f"[Pool] arenas are {', '.join(map(str, sorted(arenas)))}, they must be 0, 1, .. without a "
-                         f"gap")
-    told = {0: None}
-    for group in blocks:
-        if group.arena not in told and group.num_blocks is None:
-            raise ValueError(f"[Pool] the first group in arena {group.arena} must say num_blocks")
-        if group.num_blocks not in (None, told.setdefault(group.arena, group.num_blocks)):
-            due = f"another says {told[group.arena]}" if group.arena else "the pool's own argument says how many"
-            raise ValueError(f"[Pool] a group says that arena {group.arena} has {group.num_blocks} blocks, {due}")
-    return groups
-
-
-cdef dict arena_sizes(tuple groups, int64_t num_blocks):
-    """Arena -> blocks, or state slots."""
-    cdef dict sizes = {0: num_blocks}
-    for group, arena in zip(groups, arenas_of(groups)):
-        sizes.setdefault(arena, group.size if group.kind == "state" else group.num_blocks)
-    return sizes
-
-
 cdef bint has_entries(tuple groups):
     return any([group.kind != "state" for group in groups])
 
@@ -94,11 +54,9 @@ cdef tuple init_index(State* pool, object seed, object prefix_cache, object even
     cdef int64_t room = to_int(events, "Pool", "events", 0, 1 << 30)
     cdef int64_t number = (int.from_bytes(os.urandom(8), "little") >> 1 if seed is None
                            else to_int(seed, "Pool", "seed", 0, INT64_MAX))
-    if not isinstance(prefix_cache, bool):
-        raise TypeError(f"[Pool] prefix_cache must be a bool, not {type(prefix_cache).__name__} ({prefix_cache!r})")
-    if room and not prefix_cache:
-        raise ValueError(f"[Pool] events ({room}) need prefix_cache=True")
-    if not prefix_cache:
+    if not to_bool(prefix_cache, "Pool", "prefix_cache"):
+        if room:
+            raise ValueError(f"[Pool] events ({room}) need prefix_cache=True")
         return number, room
     s.prefix = <SeqPrefix*>xcalloc(s.max_seqs, sizeof(SeqPrefix))
     s.partial = <int32_t*>xcalloc(s.max_seqs, pool.blocks.block_size * sizeof(int32_t))
@@ -316,31 +274,30 @@ cdef class Pool:
     >>> pool.done(plan)
     """
 
-    __signature__ = signature(_signatures.Pool)
+    __signature__ = signature(_arguments.Pool)
 
     def __cinit__(self, *args, **options):
         making(self)
         lock_init(&self.state.mutex)
         self.plans = []
         try:
-            self.init(_signatures.Pool(*args, **options))       # errors of Cython would say __cinit__()
+            self.init(_arguments.Pool(*args, **options))       # errors of Cython would say __cinit__()
         except BaseException:       # a subclass's __del__ gets what there is, and finds a pool that was shut down
             self.shutdown()
             raise
         made(self)
 
+    @cython.callspec("KV_COLD")
     cdef int init(self, tuple given) except -1:
         (num_blocks, block_size, max_seqs, max_blocks_per_seq, reserved_blocks, watermark, in_order, seed, prefix_cache,
          events, lookahead, groups, hash_bits) = given
         lookahead = to_int(lookahead, "Pool", "lookahead", 0, INT32_MAX)
         init_blocks(&self.state, num_blocks, block_size, reserved_blocks)
-        groups = read_groups(groups, self.state.blocks.block_size, lookahead)
+        groups = read_groups(groups, self.state.blocks.block_size, lookahead, MAX_GROUPS)
         init_seqs(&self.state, max_seqs, max_blocks_per_seq, watermark, groups)
         seed, events = init_index(&self.state, seed, prefix_cache, events, hash_bits)
-        if not isinstance(in_order, bool):
-            raise TypeError(f"[Pool] in_order must be a bool, not {type(in_order).__name__} ({in_order!r})")
         self.state.next_step = 1
-        self.state.steps_pend = not in_order
+        self.state.steps_pend = not to_bool(in_order, "Pool", "in_order")
         init_groups(&self.state, groups, lookahead)
         if prefix_cache:
             init_tree(&self.state, groups)
@@ -451,9 +408,8 @@ cdef class Pool:
         Match, references and blocks are one transaction: what was found cannot be evicted in between. O(n).
         """
         judge_flags(reserve, load, "open")
-        if not isinstance(again, bool):
-            raise TypeError(f"[open] again must be a bool, not {type(again).__name__} ({again!r})")
-        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True, load, again, keep)
+        return open_tokens(&self.state, tokens, namespace, cut, reserve, "open", True, load,
+                           to_bool(again, "open", "again"), keep)
 
     def loaded(self, handle, n):
         """End what ``open(..., load=True)`` began: the bytes of the first `n` tokens are in the blocks.
@@ -745,8 +701,7 @@ cdef class Pool:
         ints_init(&rows, &self.state.spare)
         ints_init(&new, &self.state.spare)
         plan.refuse_pending(call)
-        if not isinstance(partial, bool):
-            raise TypeError(f"[{call}] partial must be a bool, not {type(partial).__name__} ({partial!r})")
+        cdef bint some = partial is not False and to_bool(partial, call, "partial")
         try:
             ints_batch(&rows, handles, call, "handles", False)
             ints_get(&new, num_new, call, "num_new", True, True)
@@ -755,7 +710,7 @@ cdef class Pool:
             plan.refuse_rows(rows.size, call)
             if pad_to is not None:
                 plan.get_pad(pad_to, call, rows.size, &pad_rows, &pad_tokens)
-            self.run_plan(plan, &rows, &new, call, advance, partial, pad_rows, pad_tokens)
+            self.run_plan(plan, &rows, &new, call, advance, some, pad_rows, pad_tokens)
         finally:
             ints_free(&rows)
             ints_free(&new)
@@ -1076,6 +1031,7 @@ cdef class Pool:
         found = self.resize_arenas(num_blocks, arena, NULL, INT64_MAX)
         return found if isinstance(num_blocks, dict) else found.popitem()[1]
 
+    @cython.callspec("KV_COLD")
     cdef dict resize_arenas(self, object num_blocks, object arena, int32_t* to, int64_t room_there):
         """Resize some arenas, all or none; returns the moves of each. Whatever can fail is made before.
 
@@ -1092,7 +1048,7 @@ cdef class Pool:
         while status == RETRY:
             options = self.options
             target = arena_sizes(options.groups, options.num_blocks) | wanted
-            changed = options_of_size(options, target)
+            changed = options._replace(num_blocks=target[0], groups=resized(options.groups, target))
             found = {k: empty((room[k], 2), INT32) for k in wanted}
             for k in range(len(target)):
                 if room[k] > room_there:

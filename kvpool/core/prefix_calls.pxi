@@ -156,7 +156,7 @@ cdef int pool_commit(State* pool, Ints* rows, Ints* counts, const Ints* tokens, 
     cdef int status = OK
     if not has_tree(pool):
         return refused(v, NOT_INDEXED, -1, 0, 0, 0, 0)
-    status = seqs_judge(&pool.seqs, rows, False, v)
+    status = seqs_judge(&pool.seqs, rows, NULL, False, v)
     if status != OK:
         return status
     if even and tokens.size % max(rows.size, <Py_ssize_t>1):
@@ -305,11 +305,8 @@ cdef int read_prompt(Ints* prompt, object tokens, object namespace, bint reserve
 
 
 cdef int judge_flags(object reserve, object load, str call) except -1:
-    if not isinstance(reserve, bool):
-        raise TypeError(f"[{call}] reserve must be a bool, not {type(reserve).__name__} ({reserve!r})")
-    if not isinstance(load, bool):
-        raise TypeError(f"[{call}] load must be a bool, not {type(load).__name__} ({load!r})")
-    if load and not reserve:
+    cdef bint reserves = to_bool(reserve, call, "reserve")
+    if to_bool(load, call, "load") and not reserves:
         raise ValueError(f"[{call}] load is True and reserve is False: there are no blocks to be loaded")
     return 0
 
@@ -564,7 +561,7 @@ cdef class PrefixCache:
             result = new_int64(rows.size)
             found = <int64_t*>array_data(result)
             pool_enter(self.state, "wanted")
-            status = seqs_judge(&self.state.seqs, &rows, False, &v)
+            status = seqs_judge(&self.state.seqs, &rows, NULL, False, &v)
             for k in range(rows.size if status == OK else 0):
                 found[k] = next_checkpoint(self.state.groups.tree, slot_of(ints_at(&rows, k)),
                                            self.state.seqs.seq[slot_of(ints_at(&rows, k))].num_tokens)

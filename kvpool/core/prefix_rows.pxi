@@ -272,8 +272,8 @@ cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil
 
 # ---- commit ------------------------------------------------------------------------------------------------
 
-cdef const int32_t* block_tokens(Tree* t, const Seqs* s, int32_t slot, int64_t depth,
-                                 const int32_t* tokens) noexcept nogil:
+cdef inline const int32_t* block_tokens(Tree* t, const Seqs* s, int32_t slot, int64_t depth,
+                                        const int32_t* tokens) noexcept nogil:
     """The tokens of base block `depth` - 1 of a row that commits `tokens`."""
     cdef int64_t bs = t.block_size, told = s.prefix[slot].committed, start = (depth - 1) * bs - told
     if start >= 0:

@@ -769,8 +769,7 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
     cdef const LayerGroup* g
     cdef int32_t k, first, idle = 0
     if node.parent != NO_NODE and (t.node[node.parent].depth != node.depth - 1):
-        return snprintf(finding, FINDING, b"node %d has depth %d, the one above %d", n, node.depth,
-                        t.node[node.parent].depth) > 0
+        return found(finding, b"node %d has depth %d, the one above %d", n, node.depth, t.node[node.parent].depth)
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if not ends_at(g, node.depth):
@@ -779,17 +778,15 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
         if first == NO_BLOCK:
             continue
         if not stands_for(t, g, k, first, n):
-            return snprintf(finding, FINDING, b"block %d of arena %d is canonical at node %d, and stands for %d", first,
-                            g.arena, n, t.stands[g.arena][first].node) > 0
+            return found(finding, b"block %d of arena %d is canonical at node %d, and stands for %d", first, g.arena, n,
+                         t.stands[g.arena][first].node)
         if g.blocks.block[first].place == USED and unwritten(g.blocks, first):
-            return snprintf(finding, FINDING, b"hits find block %d of arena %d, which a pending plan has to fill",
-                            first, g.arena) > 0
+            return found(finding, b"hits find block %d of arena %d, which a pending plan has to fill", first, g.arena)
         idle += g.kind == FULL_LAYERS and g.blocks.block[first].place == EVICTABLE
     if idle != node.idle or (node.place != NOWHERE) != (idle > 0):
-        return snprintf(finding, FINDING, b"node %d has %d idle entries, counted %d, and place %d", n, node.idle, idle,
-                        node.place) > 0
+        return found(finding, b"node %d has %d idle entries, counted %d, and place %d", n, node.idle, idle, node.place)
     if idle and (node.place == COLD) != (t.needs_checkpoints and t.more[n].below == 0):
-        return snprintf(finding, FINDING, b"node %d with place %d is in the line of others", n, <int>node.place) > 0
+        return found(finding, b"node %d with place %d is in the line of others", n, <int>node.place)
     return False
 
 
@@ -814,7 +811,7 @@ cdef bint check_users(const Groups* gs, int32_t* users, char* finding) noexcept 
         due = users[n]
         users[n] = 0
         if due != (t.node[n].users if t.node[n].depth else 0):
-            return snprintf(finding, FINDING, b"node %d has %d users, it should have %d", n, t.node[n].users, due) > 0
+            return found(finding, b"node %d has %d users, it should have %d", n, t.node[n].users, due)
     return False
 
 
@@ -832,11 +829,9 @@ cdef bint check_below(const Tree* t, int32_t* sums, char* finding) noexcept nogi
         due += t.more[n].checkpoint != NO_CHECKPOINT
         checkpoints += t.more[n].checkpoint != NO_CHECKPOINT
         if t.more[n].below != due:
-            return snprintf(finding, FINDING, b"node %d has %d checkpoints at it or below, counted %d", n,
-                            t.more[n].below, due) > 0
+            return found(finding, b"node %d has %d checkpoints at it or below, counted %d", n, t.more[n].below, due)
     if checkpoints != t.num_checkpoints:
-        return snprintf(finding, FINDING, b"counted %d published checkpoints, the counter says %d", checkpoints,
-                        t.num_checkpoints) > 0
+        return found(finding, b"counted %d published checkpoints, the counter says %d", checkpoints, t.num_checkpoints)
     return False
 
 
@@ -855,8 +850,7 @@ cdef bint check_tails(const Groups* gs, int32_t k, int32_t* needed, char* findin
                 needed[n] += 1
                 first = node_entry(t, n, k)[0]
                 if first != NO_BLOCK and not t.checkpoint[m].listed and g.blocks.block[first].place == EVICTABLE:
-                    return snprintf(finding, FINDING, b"block %d of arena %d is evictable, checkpoint %d is not", first,
-                                    g.arena, m) > 0
+                    return found(finding, b"block %d of arena %d is evictable, checkpoint %d is not", first, g.arena, m)
             n = t.node[n].parent
     for n in range(t.fresh_node):
         due = needed[n]
@@ -865,8 +859,8 @@ cdef bint check_tails(const Groups* gs, int32_t k, int32_t* needed, char* findin
             continue
         first = node_entry(t, n, k)[0]
         if (first != NO_BLOCK) != (due > 0) or (due and node_entry(t, n, k)[1] != due):
-            return snprintf(finding, FINDING, b"node %d has entry %d of group %d for %d checkpoints, counted %d",
-                            n, first, k, node_entry(t, n, k)[1], due) > 0
+            return found(finding, b"node %d has entry %d of group %d for %d checkpoints, counted %d", n, first, k,
+                         node_entry(t, n, k)[1], due)
     return False
 
 
@@ -877,8 +871,7 @@ cdef bint check_line(const Line* line, const Link* link, int32_t room, const cha
         i = link[i].next
         count += 1
     if i != NO_NODE or before != line.tail or count != line.size:
-        return snprintf(finding, FINDING, b"the line of %s is broken at %d, behind %d of %d", name, i, count,
-                        line.size) > 0
+        return found(finding, b"the line of %s is broken at %d, behind %d of %d", name, i, count, line.size)
     return False
 
 
@@ -894,8 +887,8 @@ cdef bint check_unit_line(const Tree* t, const Line* line, int place, int32_t ra
         last = t.more[n].stamp if t.more != NULL else 0
         n = t.unit[n].next
     if n != NO_NODE:
-        return snprintf(finding, FINDING, b"node %d with place %d is in a line that is not its own, or too early", n,
-                        <int>t.node[n].place) > 0
+        return found(finding, b"node %d with place %d is in a line that is not its own, or too early", n,
+                     <int>t.node[n].place)
     count[0] += line.size
     return False
 
@@ -912,7 +905,7 @@ cdef bint check_units(const Tree* t, char* finding) noexcept nogil:
     for n in range(t.fresh_node):
         count -= t.node[n].depth > 0 and t.node[n].place != NOWHERE
     if count:
-        return snprintf(finding, FINDING, b"%d units are in no line", -count) > 0
+        return found(finding, b"%d units are in no line", -count)
     return False
 
 
@@ -930,15 +923,14 @@ cdef bint check_found(const Tree* t, char* finding) noexcept nogil:
         tokens = t.tokens + n * t.block_size
         if node_find(t, node.name, node.parent, node.hash, tokens) != n or (
                 node.parent != NO_NODE and node.hash != chain(t.index, t.node[node.parent].hash, tokens)):
-            return snprintf(finding, FINDING, b"node %d cannot be found by its tokens", n) > 0
+            return found(finding, b"node %d cannot be found by its tokens", n)
     for at in range(t.num_buckets):
         n = t.bucket[at]
         while n != NO_NODE and in_buckets <= count:
             in_buckets += 1
             n = t.node[n].after
     if not in_buckets == count == t.num_nodes:
-        return snprintf(finding, FINDING, b"counted %d nodes, %d in buckets, the counter says %d", count, in_buckets,
-                        t.num_nodes) > 0
+        return found(finding, b"counted %d nodes, %d in buckets, the counter says %d", count, in_buckets, t.num_nodes)
     return False
 
 
@@ -951,19 +943,17 @@ cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept no
     for id in range(b.num_blocks):
         role = t.stands[arena][id].role
         if role != NO_ROLE and not b.block[id].committed:
-            return snprintf(finding, FINDING, b"block %d of arena %d has role %d, and is not committed", id, arena,
-                            <int>role) > 0
+            return found(finding, b"block %d of arena %d has role %d, and is not committed", id, arena, <int>role)
         if b.block[id].place != EVICTABLE or role == LATER_COLUMN or role == BUNDLE:
             continue
         k = (role - 1) % MAX_GROUPS
         if role == NO_ROLE or is_waiting(role) or node_entry(t, t.stands[arena][id].node, k)[0] != id:
-            return snprintf(finding, FINDING, b"block %d of arena %d is kept for nothing", id, arena) > 0
+            return found(finding, b"block %d of arena %d is kept for nothing", id, arena)
         left -= gs.group[k].columns
     if arena == 0:
         left -= num_listed(t) * t.bundle_size
     if left:
-        return snprintf(finding, FINDING, b"arena %d has %d evictable blocks more than entries and checkpoints", arena,
-                        left) > 0
+        return found(finding, b"arena %d has %d evictable blocks more than entries and checkpoints", arena, left)
     return False
 
 
@@ -990,6 +980,5 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
             return True
     for slot in range(gs.seqs.max_seqs):
         if row_waits(gs, slot) and not t.has_waiting:
-            return snprintf(finding, FINDING, b"sequence in slot %d waits to publish, and no plan will see it",
-                            slot) > 0
+            return found(finding, b"sequence in slot %d waits to publish, and no plan will see it", slot)
     return check_units(t, finding) or check_checkpoints(gs, seen, finding) or check_retention(gs, seen, finding)

@@ -81,31 +81,30 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
 }
 
 
-cdef object out_of_blocks(str call, const Verdict* v):
+cdef str short_of_blocks(str call, const Verdict* v):
     """Text of a refusal for want of blocks; `open` judges a prompt (row -1, its tokens in `value`)."""
     if v.row >= 0:
-        text = f"{v.needed} blocks needed, {v.short_by} short; row {v.row} is the first that does not fit"
+        text = "{needed} blocks needed, {short_by} short; row {row} is the first that does not fit"
     elif v.value >= 0:
-        text = (f"{v.needed} blocks for {v.value} tokens of which {v.other} are cached, {v.short_by} short with a "
-                f"watermark of {v.low}")
+        text = "{needed} blocks for {value} tokens of which {other} are cached, {short_by} short with a watermark of {low}"
     elif call == "resize":
-        text = f"{v.needed} blocks are in use, {v.short_by} more than would be there"
+        text = "{needed} blocks are in use, {short_by} more than would be there"
     else:
-        text = f"{v.needed} blocks asked for, {v.short_by} short"
-    if v.arena:
-        text += f" in arena {v.arena}"
-    return OutOfBlocks(
-        f"[{call}] {text}: {v.blank} blank and {v.evictable} evictable, {v.limbo} in limbo", needed=v.needed,
-        short_by=v.short_by, row=v.row, handle=v.high if v.row >= 0 else -1, blank=v.blank, evictable=v.evictable,
-        limbo=v.limbo, arena=v.arena)
+        text = "{needed} blocks asked for, {short_by} short"
+    return text + (" in arena {arena}" if v.arena else "") + ": {blank} blank and {evictable} evictable, {limbo} in limbo"
 
 
+@cython.callspec("KV_COLD")
 cdef int refuse(str call, const Verdict* v) except -1:
+    cdef dict told = v[0]
     if v.reason == OUT_OF_BLOCKS:
-        raise out_of_blocks(call, v)
+        text = short_of_blocks(call, v).format(**told)
+        for name in ("reason", "value", "low", "high", "other"):
+            del told[name]
+        raise OutOfBlocks(f"[{call}] {text}", handle=v.high if v.row >= 0 else -1, **told)
     kind, text = TEXTS[v.reason]
     raise kind(f"[{call}] " + text.format(
-        row=v.row, value=v.value, low=v.low, high=v.high, other=v.other, limit=MAX_REFCOUNT,
+        **told, limit=MAX_REFCOUNT,
         handle="handle" if v.row < 0 else f"handles[{v.row}]",
         generation=(v.value >> SLOT_BITS) & 0xFFFFFFFF,
         what="counts" if call == "commit" else "num_new" if call in ("can", "step", "reserve") else "lens",

@@ -325,15 +325,3 @@ cdef dict read_sizes(object num_blocks, object arena, int32_t num_arenas):
         number = to_int(key, "resize", "arena", 0, num_arenas - 1)
         wanted[number] = to_int(value, "resize", "num_blocks", 1, (<int64_t>1 << 31) - 1)
     return wanted
-
-
-cdef object options_of_size(object options, dict sizes):
-    groups = []
-    states = len({0} | {group.arena for group in options.groups if group.kind != "state"})
-    for group in options.groups:
-        if group.kind == "state":
-            group, states = replace(group, size=sizes[states]), states + 1
-        elif group.num_blocks is not None:
-            group = replace(group, num_blocks=sizes[group.arena])
-        groups.append(group)
-    return options._replace(num_blocks=sizes[0], groups=tuple(groups))

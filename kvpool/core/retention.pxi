@@ -349,10 +349,10 @@ cdef bint check_kept_nodes(const Tree* t, int32_t* reasons, char* finding) noexc
         count += t.node[n].rank > 0
         if k.node[n].reasons != due or (t.node[n].rank > 0) != (due > 0) or (
                 t.node[n].parent != NO_NODE and t.node[t.node[n].parent].rank < t.node[n].rank):
-            return snprintf(finding, FINDING, b"node %d has priority %d for %d reasons, counted %d, or the one above "
-                            b"has less", n, <int>t.node[n].rank, k.node[n].reasons, due) > 0
+            return found(finding, b"node %d has priority %d for %d reasons, counted %d, or the one above has "
+                         b"less", n, <int>t.node[n].rank, k.node[n].reasons, due)
     if count != k.num_kept:
-        return snprintf(finding, FINDING, b"counted %d kept nodes, the counter says %d", count, k.num_kept) > 0
+        return found(finding, b"counted %d kept nodes, the counter says %d", count, k.num_kept)
     return False
 
 
@@ -367,13 +367,13 @@ cdef bint check_ends(const Ends* e, int64_t now, int32_t room, const Seqs* s, ch
         while i != NO_NODE:
             if (e.until[i] <= now or bucket_until(e, now, e.until[i]) != &e.bucket[bit]
                     or (s != NULL and s.life[i].life != OPEN)):
-                return snprintf(finding, FINDING, b"node or slot %d, until %lld, is in bucket %d at %lld, or closed", i,
-                                <long long>e.until[i], bit, <long long>now) > 0
+                return found(finding, b"node or slot %d, until %lld, is in bucket %d at %lld, or closed", i,
+                             <long long>e.until[i], bit, <long long>now)
             i = e.link[i].next
     for i in range(room):
         listed -= e.until[i] != 0
     if listed:
-        return snprintf(finding, FINDING, b"%d directives or pins stand in no bucket", -listed) > 0
+        return found(finding, b"%d directives or pins stand in no bucket", -listed)
     return False
 
 

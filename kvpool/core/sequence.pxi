@@ -62,8 +62,9 @@ cdef void seqs_new_stamp(Seqs* s) noexcept nogil:
         s.stamp = 1
 
 
-cdef int seqs_judge(Seqs* s, Ints* batch, bint any_, Verdict* v) noexcept nogil:
-    """Handles of a call: live, no duplicates. `any_`: those being loaded too."""
+cdef int seqs_judge(Seqs* s, Ints* batch, const Ints* each, bint any_, Verdict* v) noexcept nogil:
+    """Handles of a call: live, no duplicates; `each`, NULL: none, has one number or one for each. `any_`: those being
+    loaded too."""
     cdef Py_ssize_t k, row
     cdef int64_t handle
     cdef int32_t slot
@@ -78,6 +79,8 @@ cdef int seqs_judge(Seqs* s, Ints* batch, bint any_, Verdict* v) noexcept nogil:
         if s.seq[slot].mark == s.stamp:
             return refused(v, DUPLICATE_HANDLE, k, ints_at(batch, k), 0, 0, 0)
         s.seq[slot].mark = s.stamp
+    if each != NULL and each.size >= 0 and each.size != batch.size:
+        return refused(v, BAD_SHAPE, -1, each.size, 0, 0, batch.size)
     return OK
 
 
@@ -220,23 +223,22 @@ cdef bint check_handle(const Seqs* s, int32_t slot, int32_t* num_open, int32_t* 
     if handle == made if s.life[slot].life == OPEN else (
             handle == -1 or (handle == ~made and s.life[slot].life == LOADING)):
         return False
-    return snprintf(finding, FINDING, b"slot %d has life %d and handle %lld", slot, <int>s.life[slot].life,
-                    <long long>handle) > 0
+    return found(finding, b"slot %d has life %d and handle %lld", slot, <int>s.life[slot].life, <long long>handle)
 
 
 cdef bint check_free_slots(const Seqs* s, int32_t num_open, int32_t retired, char* finding) noexcept nogil:
     """Each free slot stands on the list once: there are as many as free slots, all free, none twice."""
     cdef int32_t k, slot, at, listed = 0
     if num_open != s.num_open:
-        return snprintf(finding, FINDING, b"%d sequences are open, the counter says %d", num_open, s.num_open) > 0
+        return found(finding, b"%d sequences are open, the counter says %d", num_open, s.num_open)
     if num_open + retired + s.num_free_slots != s.max_seqs:
-        return snprintf(finding, FINDING, b"%d open, %d retired and %d free slots of %d", num_open, retired,
-                        s.num_free_slots, s.max_seqs) > 0
+        return found(finding, b"%d open, %d retired and %d free slots of %d", num_open, retired, s.num_free_slots,
+                     s.max_seqs)
     for k in range(s.num_free_slots):
         at = (s.first_free + k) % s.max_seqs
         slot = s.free_slot[at]
         if slot < 0 or slot >= s.max_seqs or s.life[slot].life != FREE_SLOT:
-            return snprintf(finding, FINDING, b"a slot that is not free is on the list of free slots") > 0
+            return found(finding, b"a slot that is not free is on the list of free slots")
         s.seq[slot].mark = 0
     for k in range(s.num_free_slots):
         slot = s.free_slot[(s.first_free + k) % s.max_seqs]
@@ -246,6 +248,5 @@ cdef bint check_free_slots(const Seqs* s, int32_t num_open, int32_t retired, cha
         if s.life[slot].life == FREE_SLOT:
             s.seq[slot].mark = 0
     if listed != s.num_free_slots:
-        return snprintf(finding, FINDING, b"the list of free slots names %d slots, the counter says %d", listed,
-                        s.num_free_slots) > 0
+        return found(finding, b"the list of free slots names %d slots, the counter says %d", listed, s.num_free_slots)
     return False

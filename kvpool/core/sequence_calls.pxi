@@ -47,11 +47,9 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
     cdef int64_t length
     cdef int32_t slot
     cdef Seq* q
-    cdef int status = seqs_judge(s, batch, False, v)
+    cdef int status = seqs_judge(s, batch, lengths, False, v)
     if status != OK:
         return status
-    if lengths.size >= 0 and lengths.size != batch.size:
-        return refused(v, BAD_SHAPE, -1, lengths.size, 0, 0, batch.size)
     for k in range(batch.size):
         slot = slot_of(ints_at(batch, k))
         q = &s.seq[slot]
@@ -70,7 +68,7 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
 cdef int pool_close(State* pool, Ints* batch, const unsigned char* finished, Verdict* v) noexcept nogil:
     """`finished`: a byte for each, 0: it goes on; NULL: all are closed."""
     cdef Py_ssize_t k
-    cdef int status = seqs_judge(&pool.seqs, batch, True, v)
+    cdef int status = seqs_judge(&pool.seqs, batch, NULL, True, v)
     if status != OK:
         return status
     for k in range(batch.size):

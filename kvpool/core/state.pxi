@@ -91,5 +91,5 @@ cdef void pool_free(State* pool) noexcept nogil:
     pool.num_deferred = pool.deferred_room = 0
 
 
-cdef int64_t get_handle(object handle, str call) except? -1:
+cdef inline int64_t get_handle(object handle, str call) except? -1:
     return to_int(handle, call, "handle", INT64_MIN, INT64_MAX)

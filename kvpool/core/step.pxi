@@ -717,8 +717,8 @@ cdef bint begin_entry(Groups* gs, const LayerGroup* g, StepPart* part, int32_t s
     return True
 
 
-cdef Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
-                            int64_t step_id) noexcept nogil:
+cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
+                                   int64_t step_id) noexcept nogil:
     """Serve one token to each row in the first group, up to the first row that is not steady: its number is returned.
 
     This loop is the whole cost of a steady step of one group: it touches every sequence once, and all it reads is in

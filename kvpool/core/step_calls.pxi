@@ -90,11 +90,9 @@ cdef int room_for_dry_run(State* pool, int32_t rows, Verdict* v) noexcept nogil:
 cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept nogil:
     cdef Limits limits
     cdef Py_ssize_t i
-    cdef int status = seqs_judge(&pool.seqs, rows, False, v)
+    cdef int status = seqs_judge(&pool.seqs, rows, new, False, v)
     if status != OK:
         return status
-    if new.size >= 0 and new.size != rows.size:
-        return refused(v, BAD_SHAPE, -1, new.size, 0, 0, rows.size)
     for i in range(rows.size):
         if ints_at(new, i) < 0:
             return refused(v, NEGATIVE_NEW, i, ints_at(new, i), 0, 0, 0)

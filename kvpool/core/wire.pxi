@@ -21,6 +21,14 @@ Why it is so:
 """
 
 
+cdef inline int32_t q_len_of(const Step* p, int32_t row, int32_t* at) noexcept nogil:
+    """New tokens of a row of a step; asked of each row in turn, `at` is the next event."""
+    if at[0] == p.num_events or p.event[at[0]].row != row:
+        return 1
+    at[0] += 1
+    return p.event[at[0] - 1].q_len
+
+
 cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
     w.row = <WireRow*>xcalloc(max_rows, sizeof(WireRow))
     w.seen = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))
@@ -85,7 +93,7 @@ cdef void write_range(const Field* f, int64_t at, int64_t first, int64_t end) no
         at += 1
 
 
-cdef void write_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
+cdef inline void write_all(const Field* f, const int64_t* values, int32_t n, int64_t shift) noexcept nogil:
     """values[i] + shift for every row; the compiler makes one vector loop of each branch."""
     cdef int32_t i
     if f.width == 4:
@@ -217,10 +225,7 @@ cdef void emit_slots(const LayerGroup* g, const StepPart* part, const Step* p) n
         write_all(f, part.slot, p.num_rows, 0)
         t = p.num_rows
     for i in range(p.num_rows if t == 0 else 0):
-        q_len = 1
-        if at < p.num_events and p.event[at].row == i:
-            q_len = p.event[at].q_len
-            at += 1
+        q_len = q_len_of(p, i, &at)
         slot = slot_of(p.handle[i])
         ids = group_row(g, slot)
         if q_len == 1 and g.columns == 1:
@@ -286,10 +291,7 @@ cdef void emit_step(const Field* field, uint8_t* served, const Step* p, int32_t 
         write_range(&field[CU_Q_LENS], 1, 1, p.num_rows + 1)
     else:
         for i in range(p.num_rows):
-            q_len = 1
-            if at < p.num_events and p.event[at].row == i:
-                q_len = p.event[at].q_len
-                at += 1
+            q_len = q_len_of(p, i, &at)
             write_range(&field[POSITIONS], t, p.length[i] - q_len, p.length[i])
             t += q_len
             write_one(&field[CU_Q_LENS], i + 1, t)
