@@ -67,17 +67,6 @@ def test_kernel_texts_have_no_comments_and_no_function_constants():
         assert "function_constant" not in text  # not part of MLX's key of a compiled kernel
 
 
-def uses_a_qualifier_as_a_name(text):
-    return re.search(r"\b(kernel|vertex|fragment)\b(?![^\[]*\]\])", text) is not None
-
-
-def test_no_name_is_a_qualifier_of_functions_in_metal():
-    # Metal reserves these words, and the compiler of the stand-in does not.
-    assert uses_a_qualifier_as_a_name("const auto key = fragment(elements, f);")
-    assert not uses_a_qualifier_as_a_name('template [[host_name("f")]] [[kernel]] decltype(f) f;')
-    assert [path.name for path in FILES if uses_a_qualifier_as_a_name(source_text(path.name))] == []
-
-
 def test_threadgroup_variables_have_fixed_sizes_in_kernel_bodies():
     # No threadgroup memory is sized at launch: there is no length that could fail to be a multiple of 16 bytes.
     # A pointer into it is no variable.
@@ -110,10 +99,12 @@ def test_metal_would_take_the_texts_of_what_moves():
         batch = Batch(seq_lens=(9,) * rows)
         kernels = MetalKernels(batch.spec, batch.num_blocks, StandIn().factory(0, lint=True))
         kernels.gather(0, "v", batch.pools[1], mx.array(batch.tables), mx.array(batch.seq_lens, mx.int32), 9)
-    planes = Planes(KVSpec(1, 2, 64, "float16", 8))
-    for vectors in (False, True):
-        write(planes, [np.zeros((1, 2, 64))] * 2, "bfloat16", [3], vectors, lint=True)
-    copy_blocks(planes, "k", [[0, 1, 3]], lint=True)
+    for spec in (KVSpec(1, 2, 64, "float16", 8), KVSpec(1, 2, 64, "float16", 8, k_bits=8)):
+        planes = Planes(spec)
+        for vectors in (False, True):
+            write(planes, [np.zeros((1, 2, 64))] * 2, "bfloat16", [3], vectors, lint=True)
+        copy_blocks(planes, "k", [[0, 1, 3]], lint=True)
+    MetalKernels(spec, 4, StandIn().factory(0, lint=True)).packed("k", mx.zeros((1, 2, 64)))
 
 
 @pytest.mark.parametrize("size", [4, 8])  # on both sides of MLX's limit for the constant address space

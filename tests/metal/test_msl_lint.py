@@ -58,6 +58,7 @@ def with_line(line):
 
 def test_lint_passes_a_correct_text():
     assert lint(TEXT, "f.metal") == []
+    assert lint(with_line("int fragment = 0;"), "f.metal") == ["f.metal: these names are qualifiers of functions"]
 
 
 @needs_clang

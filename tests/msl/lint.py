@@ -59,7 +59,7 @@ BANNED = {
     "typeid": "no typeid",
     "thread_local": "no thread_local",
     "std": "no std::",
-}
+} | dict.fromkeys(("kernel", "vertex", "fragment"), "these names are qualifiers of functions")
 
 
 @cache

@@ -1,4 +1,4 @@
-// Metal as far as clang's front end can check it: address spaces are clang's own or OpenCL's, vectors are clang's extended
+// Metal as far as clang's front end can check it: address spaces are clang's own or OpenCL's, vectors are its extended
 // vectors, and the library is declarations only. Nothing of this is ever compiled to code. See lint.py.
 #pragma once
 
