@@ -47,6 +47,11 @@ CORE_ARGS = (
     "--param=max-completely-peel-times=4",
     *(f"-fno-align-{what}" for what in ("functions", "jumps", "labels", "loops")),
 )
+#: And the kernels of the CPU backend, whose loops are written out: copies of functions and of loops gain nothing.
+KERNEL_ARGS = (
+    *("-fno-inline-functions", "-fno-split-loops", "-fno-split-paths"),
+    *(f"-fno-align-{what}" for what in ("functions", "jumps", "labels", "loops")),
+)
 #: Plain and fast under the address sanitizer: the judge of the fuzzer walks all of the state, within bounds of its own.
 PLAIN = ("_verify",) if "address" in SANITIZE else ()
 
@@ -107,6 +112,7 @@ def extensions() -> list[Extension]:
                     *compile_args,
                     *(["-pthread", "-ffp-contract=off"] if has_kernels else []),
                     *(CORE_ARGS if source.stem == "_core" and sys.platform == "linux" else ()),
+                    *(KERNEL_ARGS if has_kernels and sys.platform == "linux" else ()),
                     *(["-Os"] if source.stem in FOR_SIZE and not COVERAGE else []),
                     *(["-O3", "-fno-sanitize=all"] if source.stem in PLAIN else []),
                 ],

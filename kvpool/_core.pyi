@@ -20,7 +20,6 @@ _Integers: TypeAlias = NDArray[Any]  # int32 or int64, as declared when the plan
 _Bound: TypeAlias = _Integers | Sequence[_Integers | None]  # where there are several groups, one for each
 
 FIELDS: tuple[str, ...]
-FORMATS: dict[str, tuple[str, ...]]
 LENGTH_FIELDS: tuple[str, ...]
 COMMON: tuple[str, ...]
 DTYPES: dict[int, type[Any]]

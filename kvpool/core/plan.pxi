@@ -461,8 +461,8 @@ cdef class Plan:
                         shape = ()
                         for d in range(bound[num_bound].nd):
                             shape += (bound[num_bound].shape[d],)
-                        _arguments.check_shape(FIELDS[field], shape, (<PlanGroup>self.parts[k]).whole_shape(FIELDS[field]),
-                                               call)
+                        part = <PlanGroup>self.parts[k]
+                        _arguments.check_shape(FIELDS[field], shape, part.whole_shape(FIELDS[field]), call)
                     num_bound += 1
                 shown = {k: {} for k in range(len(self.parts))}
                 for (k, name), array in held.items():

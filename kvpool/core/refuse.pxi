@@ -86,12 +86,15 @@ cdef str short_of_blocks(str call, const Verdict* v):
     if v.row >= 0:
         text = "{needed} blocks needed, {short_by} short; row {row} is the first that does not fit"
     elif v.value >= 0:
-        text = "{needed} blocks for {value} tokens of which {other} are cached, {short_by} short with a watermark of {low}"
+        text = ("{needed} blocks for {value} tokens of which {other} are cached, {short_by} short with a watermark of "
+                "{low}")
     elif call == "resize":
         text = "{needed} blocks are in use, {short_by} more than would be there"
     else:
         text = "{needed} blocks asked for, {short_by} short"
-    return text + (" in arena {arena}" if v.arena else "") + ": {blank} blank and {evictable} evictable, {limbo} in limbo"
+    if v.arena:
+        text += " in arena {arena}"
+    return text + ": {blank} blank and {evictable} evictable, {limbo} in limbo"
 
 
 @cython.callspec("KV_COLD")

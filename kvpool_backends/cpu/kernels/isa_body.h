@@ -3,15 +3,15 @@
 
 #include "simd.h"
 
+#if defined(KV_ONE_COPY)
+#pragma GCC optimize("Os")
+#endif
+
 #include "read_sum.h"
 
 #include "dequantize.h"
 
 #include "decode.h"
-
-#if defined(KV_ONE_COPY)
-#pragma GCC optimize("Os")
-#endif
 
 #include "scores.h"
 

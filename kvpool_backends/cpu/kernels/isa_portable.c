@@ -4,7 +4,7 @@
 
 static int is_supported_portable(void) { return 1; }
 
-#if defined(__x86_64__) && !defined(__clang__) /* nearly every machine there has AVX2: all but decode is for size */
+#if defined(__x86_64__) && !defined(__clang__) /* nearly every machine there has AVX2: this is for size */
 #define KV_ONE_COPY 1
 #endif
 
