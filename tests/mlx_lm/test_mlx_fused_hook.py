@@ -7,7 +7,8 @@ from mlx_lm.models import gemma2
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_models import computing_on_cpu, random_prompts, solo_tokens, tiny_llama
 
-from kvpool.adapters.mlx_lm import hooks, install
+from kvpool.adapters.mlx_lm import install
+from kvpool.adapters.mlx_lm.hooks import _patches
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
 STOCK = mx.fast.scaled_dot_product_attention
@@ -18,7 +19,7 @@ def hooks():
     """Whatever a test does, mlx-lm is as it was when it ends."""
     before = current()
     yield
-    assert current() == before and not any(patch.count for patch in hooks._patches.values())
+    assert current() == before and not any(patch.count for patch in _patches.values())
 
 
 def current():
