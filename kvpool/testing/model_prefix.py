@@ -249,6 +249,7 @@ class CacheModel(PoolModel):
         self._taken: list[Checkpoint] = []  # all checkpoints
         self._loads: list[Load] = []
         self.left: list[tuple[Arena, int]] = []  # blocks that nobody names since the last call
+        self._unsettled: list[Any] = []  # their entries, those that `drain` has not settled yet
         self._told: dict[tuple[int, int, tuple[int, ...]], bytes] = {}  # what events have told of, and its key
         self._grain = max((layer.block_size for layer in self.kv), default=self.block_size)
         self._full = [layer for layer in self.layers if layer.kind == "full"]
@@ -466,11 +467,14 @@ class CacheModel(PoolModel):
     def drain(self) -> None:
         """Settle the blocks that the last call released, one arena after the other, and forget nodes."""
         left = [(arena, block, self.entries.get((arena.number, block))) for arena, block in self.left]
+        left.sort(key=lambda one: one[0].number)
         self.left = []
-        for arena, block, entry in sorted(left, key=lambda one: one[0].number):
+        self._unsettled = [entry for _, block, entry in left if entry is not None and block == entry.blocks[0]]
+        for arena, block, entry in left:
             if entry is None:
                 arena.blank.append(block)
             elif block == entry.blocks[0]:  # they leave together
+                self._unsettled.remove(entry)
                 self._settle(entry)
         if left:
             self._sweep()
@@ -485,7 +489,7 @@ class CacheModel(PoolModel):
         else:
             if entry.node.kv.setdefault(entry.layer.index, entry) is not entry:
                 self._blank_entry(entry)
-            if entry.node.is_idle():
+            if any(one.is_idle() and one not in self._unsettled for one in entry.node.kv.values()):
                 self._use(entry.node)
 
     def _hand_over(self, entry: Entry) -> None:
