@@ -143,12 +143,16 @@ def main(names: list[str]) -> int:
     if unknown := set(names) - {"resolve", *ENGINES}:
         print(f"no such engine: {', '.join(sorted(unknown))}; there are resolve, {', '.join(ENGINES)}", file=sys.stderr)
         return 2
-    failed = []
+    passed = {}
     for name in names:
-        passed = all([resolves(*pair) for pair in BESIDE]) if name == "resolve" else run(name)
-        failed += [] if passed else [name]
-    print(f"failed: {', '.join(failed)}" if failed else f"passed: {', '.join(names)}")
-    return bool(failed)
+        try:
+            passed[name] = all([resolves(*pair) for pair in BESIDE]) if name == "resolve" else run(name)
+        except subprocess.CalledProcessError as error:  # an environment that cannot be made is one row, not the end
+            print(f"{name}: {error}", file=sys.stderr)
+            passed[name] = False
+    for name in names:
+        print(f"{name:20} {'passed' if passed[name] else 'FAILED'}")
+    return not all(passed.values())
 
 
 if __name__ == "__main__":

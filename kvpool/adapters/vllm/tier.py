@@ -30,9 +30,10 @@ class KVPoolTier(SecondaryTierManager):
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, path: str, max_nbytes: int,
-        backpressure_detector: Any = None, weights: str = "", **options: Any,
+        backpressure_detector: Any = None, weights: str = "", locality: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else base.Locality(locality)
         config, nbytes = offloading_spec.config, self.block_size_bytes
         self.rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(-1, nbytes)
         groups = [(group.tokens_per_block, group.layer_names) for group in config.groups]
@@ -64,8 +65,8 @@ class KVPoolTier(SecondaryTierManager):
         self.submit(job_metadata, self.store.load)
 
     def submit(self, job: TransferJob, call: Any) -> None:
-        rows = [self.rows[chunk] for chunk in job.chunk_ids]
-        self.jobs[self.threads.submit(lambda: call(self.names(job.keys), rows))] = job
+        future = self.threads.submit(lambda: call(self.names(job.keys), [self.rows[chunk] for chunk in job.chunk_ids]))
+        self.jobs[future] = job
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for future in [future for future in self.jobs if future.done()]:
