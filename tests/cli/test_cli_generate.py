@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 
 import mlx_lm
 import numpy as np
@@ -298,3 +301,24 @@ def test_model_that_the_hub_does_not_give_is_refused_in_a_whole_sentence(capsys,
     monkeypatch.setattr("mlx_lm.load", load)
     assert main(["generate", "--model", "owner/name", "--prompt", "a"]) == 2
     assert re.fullmatch(rf"kvpool generate: --model owner/name: .*{said}\n", capsys.readouterr().err)
+
+
+COMMAND = [sys.executable, "-m", "kvpool", "generate", "--model", "tiny", "--prompt", "Hello", "--stats"]
+
+
+def test_text_comes_while_it_is_made_and_stays_after_an_interrupt():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen([*COMMAND, "--max-tokens", "8000"], **pipes) as process:
+        try:
+            text = b""
+            while len(text) < 50:
+                text += (piece := os.read(process.stdout.fileno(), 4096))
+                assert piece, process.stderr.read().decode()
+            assert process.poll() is None, "nothing came before the end"
+            process.send_signal(signal.SIGINT)
+            rest, said = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    text = (text + rest).decode()
+    assert process.returncode == 130 and text.endswith("\n") and len(text) < 8000
+    assert "tokens in" in said.decode() and said.decode().endswith("kvpool generate: interrupted\n")

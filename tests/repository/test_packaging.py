@@ -25,6 +25,7 @@ import pytest
 import kvpool
 
 ROOT = Path(__file__).resolve().parents[2]
+FRAMEWORKS = {"jax", "kvpool_backends", "matplotlib", "mlx", "mlx_lm", "rich", "torch", "transformers"}
 WHEEL_BYTES_MAX = 1_700_000
 NOT_SOURCES = shutil.ignore_patterns(
     "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.png", ".git", ".venv", ".*_cache",
@@ -300,3 +301,10 @@ def test_source_tree_that_is_not_built_says_what_to_type(source_tree):
     )
     assert result.returncode != 0
     assert "make build" in result.stderr.splitlines()[-1]
+
+
+def test_import_brings_in_numpy_and_no_framework():
+    code = "import json, sys, kvpool; print(json.dumps(list(sys.modules)))"
+    listed = subprocess.check_output([sys.executable, "-W", "error", "-c", code], text=True)
+    modules = {module.partition(".")[0] for module in json.loads(listed)}
+    assert modules & {"numpy", *FRAMEWORKS} == {"numpy"}

@@ -51,7 +51,7 @@ def test_stop_sequence_that_came_is_named(messenger, say):
 
 def test_runner_of_tools_goes_on_without_a_thread(messenger):
     """It asks for one, of which the server keeps nothing, and then sends whole conversations."""
-    runner = messenger.beta.messages.tool_runner(messages=ASKED, tools=[], model="tiny", max_tokens=5)
+    runner = messenger.beta.messages.tool_runner(messages=ASKED, tools=[], **BODY | {"max_tokens": 5})
     assert [message.usage.output_tokens for message in runner] == [5]
 
 
