@@ -73,18 +73,6 @@ METAL_FUNC constexpr bool in_runs() {
          chunks_per_row<DIM>() % 4 == 0;
 }
 
-// Chunks of a row, four apart; what is outside of it is 0.
-template <int DIM, typename C, int UNITS>
-METAL_FUNC void load_units(thread C (&chunk)[UNITS], const device C* chunks, int first, bool exists) {
-  KV_UNROLL
-  for (int u = 0; u < UNITS; u++) {
-    chunk[u] = C(0);
-    if (exists && first + 4 * u < chunks_per_row<DIM>()) {
-      chunk[u] = chunks[first + 4 * u];
-    }
-  }
-}
-
 // One head of a plane: its array, and where its rows lie in there.
 template <typename T>
 struct Plane {
@@ -166,9 +154,14 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
     }
   }
 
-  // The product of a lane's elements of a row with those of a query. Only packed rows need the sum of these.
+  // Only packed rows have factors, which lanes share, and need the sum of a query's elements.
+  METAL_FUNC int factors(int, int) const {
+    return 0;
+  }
+
+  // The product of a lane's elements of a row with those of a query.
   template <typename Q>
-  METAL_FUNC float product(int a, thread Chunk<Q> (&query)[PER_LANE], float) const {
+  METAL_FUNC float product(int a, thread Chunk<Q> (&query)[PER_LANE], float, int) const {
     float sum = 0.0f;
     KV_UNROLL
     for (int j = 0; j < PER_LANE; j++) {
@@ -177,7 +170,7 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
     return sum;
   }
 
-  METAL_FUNC float4 floats(int a, int j) const {
+  METAL_FUNC float4 floats(int a, int j, int) const {
     return float4(chunk[a][j]);
   }
 };
@@ -186,6 +179,10 @@ struct Rows<T, DIM, TOUCHING, 0, SIZE> {
 // token i: an entry of the table is read once, and none that belongs to no token.
 struct Tile {
   int begin, skipped, num_tokens, block_of_lane;
+
+  METAL_FUNC bool has(int token) const {
+    return token >= skipped && token < num_tokens;
+  }
 };
 
 // table: of the row of the batch. Nothing is read of a tile behind `seen_end`.

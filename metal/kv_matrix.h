@@ -2,8 +2,8 @@
 //
 // A lane has two neighbours of a row of a fragment: those of its `Place`, as Apple's GPUs spread them, or NVIDIA's. It
 // reads a chunk of four elements of a row of the plane at once, which gives two fragments their pairs. So column j of
-// fragment f of a unit of 16 elements is element 4 * (j / 2) + 2 * f + j % 2. Products over all elements are the same
-// in every order, and a lane's results are chunks of four again.
+// fragment f of unit u is element 4 * chunk_of(u, j) + 2 * f + j % 2. Products over all elements are the same in every
+// order, and a lane's results are chunks of four again.
 #ifndef KV_MATRIX_H
 #define KV_MATRIX_H
 
@@ -54,42 +54,63 @@ METAL_FUNC metal::simdgroup_matrix<typename Fragment<E, WIDEN>::Element, 8, 8> f
   return made;
 }
 
-// `UNITS` units of 16 elements of 8 rows. A lane has a chunk of each unit, of one row, which begins with chunk `first`;
-// what is outside the plane is 0.
+// `UNITS` units of 16 elements of a tile's rows, from chunk `first` of the plane on. A lane has a chunk of each unit of
+// four rows, those of tokens 8 i + its `Place`'s row; what is outside the plane is 0.
 template <typename T, int DIM, int UNITS, int BITS, int SIZE>
 struct Columns;
 
 template <typename T, int DIM, int UNITS, int SIZE>
 struct Columns<T, DIM, UNITS, 0, SIZE> {
-  Chunk<T> chunk[UNITS];
+  Chunk<T> chunk[4][UNITS];
 
-  METAL_FUNC void load(Plane<T> plane, int64_t block, int64_t slot, int first, bool exists) {
-    const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(plane.pool + plane.head.row(block, slot));
-    load_units<DIM>(chunk, chunks, first, exists);
+  // The chunk of unit u that lanes of this column have, counted from `first`.
+  static METAL_FUNC int chunk_of(int u, int column) {
+    return 4 * u + column / 2;
   }
 
-  METAL_FUNC Chunk<T> elements(int u) const {
-    return chunk[u];
+  METAL_FUNC void load(int i, Plane<T> plane, int64_t block, int64_t slot, int first, int column, bool exists) {
+    const device Chunk<T>* chunks = reinterpret_cast<const device Chunk<T>*>(plane.pool + plane.head.row(block, slot));
+    KV_UNROLL
+    for (int u = 0; u < UNITS; u++) {
+      const int c = first + chunk_of(u, column);
+      chunk[i][u] = Chunk<T>(T(0));
+      if (exists && c < chunks_per_row<DIM>()) {
+        chunk[i][u] = chunks[c];
+      }
+    }
+  }
+
+  // Only packed planes have factors: a lane reads those of one token, and gets those of others from their lanes.
+  METAL_FUNC void load_factors(Plane<T>, int64_t, int64_t, int, bool) {}
+
+  METAL_FUNC int factors(int) const {
+    return 0;
+  }
+
+  METAL_FUNC Chunk<T> elements(int i, int u, int) const {
+    return chunk[i][u];
   }
 };
 
-// Reads a tile of 32 tokens. A lane has the row of token 8 i + `row` in columns[i].
+// Reads a tile of 32 tokens.
 template <int BLOCK_SIZE, typename C, typename P>
-METAL_FUNC void load_columns(thread C (&columns)[4], P plane, Tile tile, int row, int first) {
+METAL_FUNC void load_columns(thread C& columns, P plane, Tile tile, Place place, int first, int lane) {
   KV_UNROLL
   for (int i = 0; i < 4; i++) {
-    const int t = 8 * i + row;
+    const int t = 8 * i + place.row;
     const int64_t block = metal::simd_shuffle(tile.block_of_lane, ushort(t));
-    columns[i].load(plane, block, (tile.begin + t) % BLOCK_SIZE, first, t >= tile.skipped && t < tile.num_tokens);
+    columns.load(i, plane, block, (tile.begin + t) % BLOCK_SIZE, first, place.column, tile.has(t));
   }
+  columns.load_factors(plane, tile.block_of_lane, (tile.begin + lane) % BLOCK_SIZE, first, tile.has(lane));
 }
 
 // The products of a simdgroup's elements of 32 tokens with those of all queries: `WIDTH` floats of each query's row.
 template <int TILES, int UNITS, int WIDTH, bool WIDEN, typename C, typename Q>
-METAL_FUNC void multiply(thread C (&keys)[4], thread metal::simdgroup_matrix<Q, 8, 8> (&query)[TILES][UNITS][2],
+METAL_FUNC void multiply(thread C& keys, thread metal::simdgroup_matrix<Q, 8, 8> (&query)[TILES][UNITS][2],
                          threadgroup float* products, Place place) {
   KV_UNROLL
   for (int i = 0; i < 4; i++) {
+    const auto factors = keys.factors(8 * i + place.row);
     metal::simdgroup_float8x8 scores[TILES];  // transposed
     KV_UNROLL
     for (int m = 0; m < TILES; m++) {
@@ -97,7 +118,7 @@ METAL_FUNC void multiply(thread C (&keys)[4], thread metal::simdgroup_matrix<Q, 
     }
     KV_UNROLL
     for (int u = 0; u < UNITS; u++) {
-      const auto elements = keys[i].elements(u);
+      const auto elements = keys.elements(i, u, factors);
       KV_UNROLL
       for (int f = 0; f < 2; f++) {
         auto key = fragment_of<WIDEN>(elements, f);

@@ -71,6 +71,10 @@ METAL_FUNC Quantized<BITS> quantize(float4 x) {
   return result;
 }
 
+// Scale and bias of a group.
+template <typename T>
+using Factors = metal::vec<T, 2>;
+
 // One head of a packed plane: its arrays, where its words lie in the first, its scales and biases in the others.
 template <typename T>
 struct PackedPlane {
@@ -78,6 +82,11 @@ struct PackedPlane {
   const device T* scales;
   const device T* biases;
   Head head, factors;
+
+  METAL_FUNC Factors<T> factors_at(int64_t block, int64_t slot, int group) const {
+    const int64_t at = factors.row(block, slot) + group;
+    return metal::vec<T, 2>(scales[at], biases[at]);
+  }
 };
 
 // layout: that of the words; scales and biases have theirs 8 numbers behind it, behind the words of K and V.
@@ -107,8 +116,31 @@ METAL_FUNC float4 numbers(metal::vec<ushort, 2> words, int j) {
   return float4(x & 0x000f, x & 0x00f0, x & 0x0f00, x & 0xf000) * float4(1.0f, 1.0f / 16, 1.0f / 256, 1.0f / 4096);
 }
 
+// Scale and bias as what every simdgroup function takes.
+template <int SIZE>
+struct Bits {
+  using Type = uint;
+};
+
+template <>
+struct Bits<8> {
+  using Type = metal::vec<uint, 2>;
+};
+
+// Those that another lane has read: each lane reads some, because all together cost one access as well.
+template <typename T>
+METAL_FUNC Factors<T> factors_of(Factors<T> read, int lane) {
+  using Shuffled = typename Bits<sizeof(Factors<T>)>::Type;
+  return as_type<Factors<T>>(metal::simd_shuffle(as_type<Shuffled>(read), ushort(lane)));
+}
+
+template <typename T>
+METAL_FUNC float4 floats_of(Factors<T> factors, float4 numbers) {
+  return float(factors[0]) * numbers + float(factors[1]);
+}
+
 // Rows of 8 or 4 bits. A lane has eight neighbouring elements of a row, which share a scale and a bias. They are never
-// made a plane of floats.
+// made a plane of floats. Of two neighbours, which have the same group, each reads the factors of one row.
 template <typename T, int DIM, bool TOUCHING, int BITS, int SIZE>
 struct Rows {
   KV_CONST int CHUNKS = chunks_per_row<DIM>();
@@ -120,7 +152,7 @@ struct Rows {
   using Words = typename Eight<BITS>::Words;
 
   Words words[ACCESSES];
-  metal::vec<T, 2> factors[ACCESSES];  // scale and bias
+  Factors<T> read;
 
   static METAL_FUNC int chunk_of(int lane, int j) {
     return 2 * (lane % LANES) + j;
@@ -138,63 +170,94 @@ struct Rows {
   template <bool ALL>
   METAL_FUNC void load_rows(PackedPlane<T> plane, int64_t block, int64_t slot, int begin, int end, int lane) {
     const device uint* first = plane.words + plane.head.row(block, slot);
-    const int64_t factor = plane.factors.row(block, slot);
+    const int c = chunk_of(lane, 0);
     KV_UNROLL
     for (int a = 0; a < ACCESSES; a++) {
-      const int row = a * ROWS + lane / LANES, c = chunk_of(lane, 0);
+      const int row = a * ROWS + lane / LANES;
       words[a] = Words(0);
-      factors[a] = metal::vec<T, 2>(T(0));
       if (c < CHUNKS && (ALL || (row >= begin && row < end))) {
         words[a] = reinterpret_cast<const device Words*>(first + row * plane.head.slot_stride)[c / 2];
-        const int64_t group = factor + row * plane.factors.slot_stride + 4 * c / SIZE;
-        factors[a] = metal::vec<T, 2>(plane.scales[group], plane.biases[group]);
       }
     }
+    const int row = lane % ACCESSES * ROWS + lane / LANES;
+    read = Factors<T>(T(0));
+    if (c < CHUNKS && (ALL || (row >= begin && row < end))) {
+      read = plane.factors_at(block, slot + row, 4 * c / SIZE);
+    }
+  }
+
+  METAL_FUNC Factors<T> factors(int a, int lane) const {
+    return factors_of(read, lane / ACCESSES * ACCESSES + a);
   }
 
   // See kv_layout.h: numbers are multiplied, scale and bias come in once.
   template <typename Q>
-  METAL_FUNC float product(int a, thread Chunk<Q> (&query)[PER_LANE], float sum_of_query) const {
+  METAL_FUNC float product(int a, thread Chunk<Q> (&query)[PER_LANE], float sum_of_query, Factors<T> factors) const {
     float sum = 0.0f;
     KV_UNROLL
     for (int j = 0; j < PER_LANE; j++) {
       sum += metal::dot(float4(query[j]), numbers(words[a], j));
     }
-    return float(factors[a][0]) * sum + float(factors[a][1]) * sum_of_query;
+    return float(factors[0]) * sum + float(factors[1]) * sum_of_query;
   }
 
-  METAL_FUNC float4 floats(int a, int j) const {
-    return float(factors[a][0]) * numbers(words[a], j) + float(factors[a][1]);
+  METAL_FUNC float4 floats(int a, int j, Factors<T> factors) const {
+    return floats_of(factors, numbers(words[a], j));
   }
 };
 
-// What kv_matrix.h has of a plane, of packed rows: floats, made where they are used. The lane's chunks have a scale and
-// a bias for each `SIZE` elements, and those are read once.
+// What kv_matrix.h has of a plane, of packed rows: floats, made where they are used. A lane has eight neighbouring
+// elements of each pair of units, and has read the factors of one token of the tile.
 template <typename T, int DIM, int UNITS, int BITS, int SIZE>
 struct Columns {
   KV_CONST int GROUPS = 16 * UNITS <= SIZE ? 1 : 16 * UNITS / SIZE;
+  static_assert(UNITS % 2 == 0, "packed elements are read in pairs of units");
 
-  PackedChunk<BITS> chunk[UNITS];
-  float scale[GROUPS], bias[GROUPS];
+  typename Eight<BITS>::Words words[4][UNITS / 2];
+  Factors<T> read[GROUPS];
 
-  METAL_FUNC void load(PackedPlane<T> plane, int64_t block, int64_t slot, int first, bool exists) {
-    const device PackedChunk<BITS>* chunks =
-        reinterpret_cast<const device PackedChunk<BITS>*>(plane.words + plane.head.row(block, slot));
-    const int64_t factors = plane.factors.row(block, slot);
+  struct Shared {
+    Factors<T> of[GROUPS];
+  };
+
+  static METAL_FUNC int chunk_of(int u, int column) {
+    return u / 2 * 8 + column / 2 * 2 + u % 2;
+  }
+
+  METAL_FUNC void load(int i, PackedPlane<T> plane, int64_t block, int64_t slot, int first, int column, bool exists) {
+    const device uint* row = plane.words + plane.head.row(block, slot);
+    KV_UNROLL
+    for (int u = 0; u < UNITS; u += 2) {
+      const int c = first + chunk_of(u, column);
+      words[i][u / 2] = typename Eight<BITS>::Words(0);
+      if (exists && c < chunks_per_row<DIM>()) {
+        words[i][u / 2] = reinterpret_cast<const device typename Eight<BITS>::Words*>(row)[c / 2];
+      }
+    }
+  }
+
+  METAL_FUNC void load_factors(PackedPlane<T> plane, int64_t block, int64_t slot, int first, bool exists) {
     KV_UNROLL
     for (int g = 0; g < GROUPS; g++) {
       const int c = first + g * SIZE / 4;
-      scale[g] = bias[g] = 0.0f;
+      read[g] = Factors<T>(T(0));
       if (exists && c < chunks_per_row<DIM>()) {
-        scale[g] = float(plane.scales[factors + 4 * c / SIZE]);
-        bias[g] = float(plane.biases[factors + 4 * c / SIZE]);
+        read[g] = plane.factors_at(block, slot, 4 * c / SIZE);
       }
     }
-    load_units<DIM>(chunk, chunks, first, exists);
   }
 
-  METAL_FUNC float4 elements(int u) const {
-    return scale[16 * u / SIZE % GROUPS] * numbers(chunk[u]) + bias[16 * u / SIZE % GROUPS];
+  METAL_FUNC Shared factors(int token) const {
+    Shared shared;
+    KV_UNROLL
+    for (int g = 0; g < GROUPS; g++) {
+      shared.of[g] = factors_of(read[g], token);
+    }
+    return shared;
+  }
+
+  METAL_FUNC float4 elements(int i, int u, Shared factors) const {
+    return floats_of(factors.of[16 * u / SIZE % GROUPS], numbers(words[i][u / 2], u % 2));
   }
 };
 

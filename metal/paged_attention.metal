@@ -117,12 +117,17 @@ while (tile.begin < seen_end) {
     float first_half[ROWS];
     KV_UNROLL
     for (int h = 0; h < 2; h++) {
+      decltype(keys[h].factors(0, 0)) factors[Keys::ACCESSES];
+      KV_UNROLL
+      for (int i = 0; i < Keys::ACCESSES; i++) {
+        factors[i] = keys[h].factors(i, lane);
+      }
       KV_UNROLL
       for (int r = 0; r < ROWS; r++) {
         float products[Keys::ACCESSES];
         KV_UNROLL
         for (int i = 0; i < Keys::ACCESSES; i++) {
-          products[i] = keys[h].product(i, query[r], sum_of_query[r]);
+          products[i] = keys[h].product(i, query[r], sum_of_query[r], factors[i]);
         }
         KV_UNROLL
         for (int n = Keys::ACCESSES / 2; n > 0; n /= 2) {
@@ -214,13 +219,14 @@ while (tile.begin < seen_end) {
       for (int a = 0; a < Values::ACCESSES; a++) {
         const int token = t + h * Values::STEP + a * Values::ROWS + lane / Values::LANES;
         const ushort holder = token % Keys::ROWS * Keys::LANES + token / Keys::ROWS;
+        const auto factors = rows[h].factors(a, lane);
         KV_UNROLL
         for (int r = 0; r < ROWS; r++) {
           const float w = simd_shuffle(scores[r], holder);
           if (ALL_SEE_THE_SAME || w != 0.0f) {
             KV_UNROLL
             for (int j = 0; j < Values::PER_LANE; j++) {
-              values[r][j] += w * rows[h].floats(a, j);
+              values[r][j] += w * rows[h].floats(a, j, factors);
             }
           }
         }

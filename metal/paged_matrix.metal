@@ -35,7 +35,7 @@ const int lane = thread_index_in_simdgroup;
 const int simd = simdgroup_index_in_threadgroup;
 const kv::Place place = kv::place_of(lane);
 const bool is_rotary = ROTARY && simd >= OWNERS;
-const int first_chunk = 4 * UNITS * simd + place.column / 2;
+const int first_chunk = 4 * UNITS * simd;
 const int rotary_chunk = first_chunk - 4 * UNITS * OWNERS;
 const int end = is_rotary ? DIM + ROTARY : DIM;  // of the elements of a query that are this simdgroup's
 const int kv_head = threadgroup_position_in_grid.x / HEAD_GROUPS;
@@ -60,7 +60,7 @@ for (int m = 0; m < TILES; m++) {
   for (int u = 0; u < UNITS; u++) {
     KV_UNROLL
     for (int f = 0; f < 2; f++) {
-      const int own = 16 * (UNITS * simd + u) + place.row / 2 * 4 + 2 * f + place.row % 2;
+      const int own = 4 * (first_chunk + Keys::chunk_of(u, place.row)) + 2 * f + place.row % 2;
       const int d = own + (is_rotary ? DIM - 16 * UNITS * OWNERS : 0);
       values[m][u][f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       KV_UNROLL
@@ -86,27 +86,27 @@ const auto table = tables + item.row * tables_strides[0];
 for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) {
   const kv::Tile tile = kv::tile_at<BLOCK_SIZE>(table, begin, item.seen_begin, item.seen_end, lane);
   threadgroup float* own_scores = shared_scores + simd * 8 * TILES * WIDTH;
-  Values rows[4];
+  Values rows;
   if (is_rotary) {
-    Rotary keys[4];
-    kv::load_columns<BLOCK_SIZE>(keys, v_plane, tile, place.row, rotary_chunk);
+    Rotary keys;
+    kv::load_columns<BLOCK_SIZE>(keys, v_plane, tile, place, rotary_chunk, lane);
     kv::multiply<TILES, UNITS, WIDTH, WIDEN>(keys, query, own_scores, place);
   } else if (!ROTARY) {
     {
-      Keys keys[4];
-      kv::load_columns<BLOCK_SIZE>(keys, k_plane, tile, place.row, first_chunk);
+      Keys keys;
+      kv::load_columns<BLOCK_SIZE>(keys, k_plane, tile, place, first_chunk, lane);
       kv::multiply<TILES, UNITS, WIDTH, WIDEN>(keys, query, own_scores, place);
     }
     // Values are on their way while the simdgroups meet and make weights.
-    kv::load_columns<BLOCK_SIZE>(rows, v_plane, tile, place.row, first_chunk);
+    kv::load_columns<BLOCK_SIZE>(rows, v_plane, tile, place, first_chunk, lane);
   } else {
-    kv::load_columns<BLOCK_SIZE>(rows, latents, tile, place.row, first_chunk);
+    kv::load_columns<BLOCK_SIZE>(rows, latents, tile, place, first_chunk, lane);
     kv::multiply<TILES, UNITS, WIDTH, WIDEN>(rows, query, own_scores, place);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   const int my_token = tile.begin + lane;
-  const bool seen = lane >= tile.skipped && lane < tile.num_tokens;
+  const bool seen = tile.has(lane);
   KV_UNROLL
   for (int i = 0; i < OWN_ROWS; i++) {
     const int r = simd + SIMDGROUPS * i;
@@ -163,10 +163,11 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
     }
     KV_UNROLL
     for (int i = 0; i < 4; i++) {
+      const auto factors = rows.factors(8 * i + place.row);
       bool finite = true;
       KV_UNROLL
       for (int u = 0; u < UNITS && !ALL_SEE_THE_SAME; u++) {
-        finite = finite && !kv::any_not_finite(float4(rows[i].elements(u)));
+        finite = finite && !kv::any_not_finite(float4(rows.elements(i, u, factors)));
       }
       if (ALL_SEE_THE_SAME || simd_all(finite)) {
         simdgroup_float8x8 weights[TILES];
@@ -176,7 +177,7 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
         }
         KV_UNROLL
         for (int u = 0; u < UNITS; u++) {
-          const auto elements = rows[i].elements(u);
+          const auto elements = rows.elements(i, u, factors);
           KV_UNROLL
           for (int f = 0; f < 2; f++) {
             auto value = kv::fragment_of<WIDEN>(elements, f);
@@ -191,7 +192,7 @@ for (int begin = item.seen_begin / 32 * 32; begin < item.seen_end; begin += 32) 
         for (int t = 0; t < 8; t++) {
           KV_UNROLL
           for (int u = 0; u < UNITS; u++) {
-            const float4 elements = simd_shuffle(float4(rows[i].elements(u)), kv::lane_of_row(t, lane));
+            const float4 elements = simd_shuffle(float4(rows.elements(i, u, factors)), kv::lane_of_row(t, lane));
             KV_UNROLL
             for (int m = 0; m < TILES; m++) {
               const float w = shared_weights[(8 * m + place.row) * WIDTH + 8 * i + t];
@@ -226,7 +227,7 @@ for (int m = 0; m < TILES; m++) {
   const float sink = SINKS && exists ? sinks[head] : -INFINITY;
   KV_UNROLL
   for (int u = 0; u < UNITS; u++) {
-    const int c = first_chunk + 4 * u;
+    const int c = first_chunk + Values::chunk_of(u, place.column);
     const auto left = values[m][u][0].thread_elements(), right = values[m][u][1].thread_elements();
     if (r < ROWS && c < kv::chunks_per_row<VALUE_DIM>() && (exists || !DIRECT)) {
       kv::store_chunk<Q, DIRECT, kv::chunks_per_row<VALUE_DIM>()>(

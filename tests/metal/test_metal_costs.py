@@ -21,7 +21,7 @@ def threadgroup_nbytes(tiles, spec):
 
 
 #: Accesses of K and V per KiB of them: by bits of both where they are packed.
-ACCESSES = {(8, 8): 11.5, (8, 4): 15, (4, 4): 22}
+ACCESSES = {(8, 8): 7.6, (8, 4): 6.2, (4, 4): 14.3}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
@@ -29,7 +29,8 @@ def test_costs_of_a_variant_stay_below_the_limits(variant):
     counted, spec = costs(variant), batch_of(variant).spec
     assert counted.bytes <= (1.02 if variant.get("queries", 1) == 1 else 1.05)
     assert counted.accesses <= ACCESSES.get(spec.bits, 9.7 / spec.itemsize_nbytes)
-    assert counted.simd_operations <= 5.4 + 8 * counted.rows
+    shared = 8 if spec.is_quantized else 0  # scales and biases that another lane has read
+    assert counted.simd_operations <= 5.4 + 8 * counted.rows + shared
     assert counted.threadgroup_memory <= 32 * 1024
 
 
