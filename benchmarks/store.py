@@ -15,6 +15,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -113,7 +114,7 @@ def starting(num_blocks: int) -> list[Gate]:
     layout, each = Layout((BlockLayout(2, 50, "holes"),), "none"), 4000
     rng, step = np.random.default_rng(2), 256
     with tempfile.TemporaryDirectory() as path:
-        with Folder(path, "benchmarks") as folder:
+        with closing(Folder(path, "benchmarks")) as folder:
             folder.check_layout(layout)
             for _ in range(num_blocks // each):
                 entries, end = np.zeros(each, form.FOOTER), form.HEADER.size + each * step

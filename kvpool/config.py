@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -238,23 +238,35 @@ def _machine_budget(
     return source, terms
 
 
+def memory_nbytes() -> int:
+    """RAM of the machine, or what this process may have of it, see `_cgroups`."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(limit for limit, _ in _cgroups())])
+
+
 def available_memory_nbytes() -> int:
-    """RAM for this process: on Linux the available RAM within the limit of its cgroup.
+    """RAM for this process: on Linux the available RAM within the limits of `_cgroups`.
 
     Elsewhere what the package psutil says, without it all RAM.
     """
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = memory_nbytes()
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text("/proc/meminfo"), re.MULTILINE)
     if found:
         available = int(found.group(1)) * 1024
     elif find_spec("psutil") is not None:
         available = int(import_module("psutil").virtual_memory().available)
-    limit, used = read_text("/sys/fs/cgroup/memory.max"), read_text("/sys/fs/cgroup/memory.current")
-    if limit.strip().isdigit() and used.strip().isdigit():
-        pages = re.search(r"^inactive_file (\d+)", read_text("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
-        freed = int(pages.group(1)) if pages else 0  # cached files, such as the weights', which leave first
-        available = min(available, max(0, int(limit) - max(0, int(used) - freed)))
-    return available
+    return min([available, *(max(0, limit - used) for limit, used in _cgroups())])
+
+
+def _cgroups() -> Iterator[tuple[int, int]]:
+    """Yield limit and use of RAM of the cgroup of this process and of those above it, where Linux has a limit."""
+    own = re.search(r"^0::(.+)$", read_text("/proc/self/cgroup"), re.MULTILINE)
+    group = Path(f"/sys/fs/cgroup{own.group(1) if own else ''}")
+    for place in (group, *group.parents):
+        limit, used = (read_text(f"{place}/memory.{name}") for name in ("max", "current"))
+        if limit.strip().isdigit() and used.strip().isdigit():
+            pages = re.search(r"^inactive_file (\d+)", read_text(f"{place}/memory.stat"), re.MULTILINE)
+            freed = int(pages.group(1)) if pages else 0  # cached files, such as the weights', which leave first
+            yield int(limit), max(0, int(used) - freed)
 
 
 def memory_pressure() -> int:

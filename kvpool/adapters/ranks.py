@@ -61,7 +61,7 @@ class Ranks:
         So a rank that takes longer says so on stderr and ends its process with status 70 (`TIMED_OUT`), even if it
         is only slow. Choose several times the slowest step, often the first (it compiles) or a long prompt.
     on_timeout : callable, optional
-        Called with the message instead, on its own thread.
+        Called with the message instead, on a thread of its own.
     """
 
     def __init__(self, group: Any, *, timeout: float = 60.0, on_timeout: Callable[[str], Any] | None = None) -> None:
@@ -72,7 +72,7 @@ class Ranks:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.steps = 0
-        self.timeout = timeout
+        self.timeout = min(timeout, threading.TIMEOUT_MAX)
         self._on_timeout = on_timeout or _end_process
         self._wake = threading.Condition()
         self._waiting: tuple[str, int] | None = None  # call and number of the step that is under way
@@ -176,7 +176,8 @@ class Ranks:
                 in_time = self._wake.wait(self.timeout if waiting else None)
                 if not in_time and waiting is not None and self._waiting is waiting:
                     who = f"[{waiting[0]}] rank {self.rank} of {self.size}"
-                    self._on_timeout(f"{who}: step {waiting[1]} is not over after {self.timeout:g} s, the limit")
+                    said = f"{who}: step {waiting[1]} is not over after {self.timeout:g} s, the limit"
+                    threading.Thread(target=self._on_timeout, args=[said], daemon=True).start()
                     self._waiting = None
 
 

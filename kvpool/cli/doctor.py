@@ -153,13 +153,12 @@ def mlx_native_facts() -> dict[str, Any] | None:
 
 
 def memory_facts() -> dict[str, Any]:
-    """Return the RAM of the machine and what this process could still take, in bytes; what the governor says of it."""
+    """Return the RAM that is there and what this process could still take, in bytes; what the governor says of it."""
     from kvpool.cli.serve import KEPT_FREE
-    from kvpool.config import available_memory_nbytes, memory_pressure
+    from kvpool.config import available_memory_nbytes, memory_nbytes, memory_pressure
     from kvpool.governor import Governor, Holder, Machine
 
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available, pressure = available_memory_nbytes(), memory_pressure()
+    total, available, pressure = memory_nbytes(), available_memory_nbytes(), memory_pressure()
     governor = Governor(0, total, total // KEPT_FREE)
     decision = governor.decide(Machine(0.0, available, pressure), [Holder("cache", 0, waiting=total)])
     facts = {"total_nbytes": total, "available_nbytes": available, "pressure": pressure}

@@ -34,6 +34,7 @@ from kvpool.cli.options import (
     store_of,
 )
 from kvpool.cli.wired import add_wired_argument, fit_wired, limit_of, wired
+from kvpool.config import memory_nbytes
 from kvpool.errors import install_command
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def bounds_of(args: argparse.Namespace) -> Bounds | None:
             raise CommandError(f"--memory {args.memory}: {least} is above {most}; write MIN:MAX")
         args.memory = most
     memory_of(args)
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = memory_nbytes()
     free = total // KEPT_FREE if args.keep_free is None else nbytes("--keep-free", args.keep_free)
     if free >= total:
         raise CommandError(f"--keep-free {args.keep_free}: the machine has {total} bytes in all")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,10 @@ def _command(summary: str, call: Callable[[Any, argparse.Namespace], int], decla
         from kvpool.store.disk import Folder
 
         try:
-            with Folder(args.directory, "kvpool store", create=False) as folder:
+            with closing(Folder(args.directory, "kvpool store", create=False)) as folder:
                 return call(folder, args)
+        except BrokenPipeError:
+            raise
         except OSError as error:
             raise CommandError(str(error).removeprefix("[kvpool store] ")) from None
 
@@ -55,17 +58,15 @@ def _layout(folder: Any) -> dict[str, Any]:
 
 
 def _records(folder: Any, each: Any, payloads: bool = True) -> Iterator[tuple[int, Any, str]]:
-    """The records of a segment, and what is wrong; OSError and ValueError if it cannot be read."""
+    """The records of a segment, none if it has left, and what is wrong; OSError and ValueError if it cannot be read."""
     from kvpool.store.segment_format import examine, read_header
 
     digest = _layout(folder).get("layout")
-    fd = folder.open(each.name)
-    try:
+    with suppress(FileNotFoundError), os.fdopen(folder.open_segment(each.stem), "rb") as file:
+        fd = file.fileno()
         if each.nbytes >= 64 and digest != read_header(fd)[1].hex():
             yield 0, None, "the segment has another layout than the directory"
         yield from examine(fd, os.fstat(fd).st_size, each.is_sealed, payloads)
-    finally:
-        os.close(fd)
 
 
 def _examined(folder: Any, each: Any, payloads: bool = True) -> Iterator[tuple[int, Any, str]]:
@@ -93,16 +94,14 @@ def _ls(folder: Any, args: argparse.Namespace) -> int:
     now, rows = time.time_ns(), []
     for each in _segments(folder):
         unused = max(now - each.used, 0) // 10**9
-        rows.append(
-            {"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": unused}
-        )
+        rows.append({"segment": each.name, "bytes": each.nbytes, "sealed": each.is_sealed, "unused_seconds": unused})
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
     for row in rows:
         state = "" if row["sealed"] else "  open"
         print(f"{row['segment']:32} {row['bytes']:>14,} bytes  last of use {row['unused_seconds']:>9,} s ago{state}")
-    print(f"{len(rows)} segments, {sum(each.nbytes for each in folder.segments()):,} bytes")
+    print(f"{len(rows)} segments, {sum(row['bytes'] for row in rows):,} bytes")
     return 0
 
 
@@ -152,11 +151,10 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
             count += head is not None
             if wrong:
                 problems.append({"segment": each.name, "offset": offset, "problem": wrong})
-    small = {"layout.json"}
-    with os.scandir(folder.fd) as entries:
-        known = {each.name for each in folder.segments()} | small | {name + NEW for name in small} | {"lock"}
-        for name in sorted({entry.name for entry in entries} - known):
-            problems.append({"segment": name, "offset": 0, "problem": "this is not a file of a store"})
+    names = set(os.listdir(folder.fd))
+    names -= {each.name for each in folder.segments()} | {"lock", "layout.json", "layout.json" + NEW}
+    for name in sorted(names & {*os.listdir(folder.fd)}):  # a server may have sealed or deleted some
+        problems.append({"segment": name, "offset": 0, "problem": "this is not a file of a store"})
     if args.json:
         print(json.dumps({"records": count, "problems": problems}, indent=2))
     else:
@@ -183,8 +181,7 @@ def _prune(folder: Any, args: argparse.Namespace) -> int:
         if most is not None:
             gone += folder.make_room(0, most, set())
     facts = {"segments": [each.name for each in gone], "bytes": sum(each.nbytes for each in gone)}
-    text = f"{len(gone)} segments deleted, {facts['bytes']:,} bytes"
-    print(json.dumps(facts, indent=2) if args.json else text)
+    print(json.dumps(facts, indent=2) if args.json else f"{len(gone)} segments deleted, {facts['bytes']:,} bytes")
     return 0
 
 
@@ -201,7 +198,7 @@ def _export(folder: Any, args: argparse.Namespace) -> int:
     layout, count, written = _layout(folder), 0, 0
     if os.path.lexists(args.to):
         raise CommandError(f"{args.to} is there already, a new directory is needed")
-    with Folder(args.to, "kvpool store") as target:
+    with closing(Folder(args.to, "kvpool store")) as target:
         target.write_json("layout.json", layout)
         for each in _read(_segments(folder), args):
             chosen = [
@@ -210,21 +207,21 @@ def _export(folder: Any, args: argparse.Namespace) -> int:
                 if head is not None and not wrong and args.namespace in (None, head.namespace.hex())
             ]
             if chosen:
-                written += _copy(folder, each.name, target, chosen)
+                written += _copy(folder, each.stem, target, chosen)
                 count += len(chosen)
     facts = {"blocks": count, "bytes": written}
     print(json.dumps(facts, indent=2) if args.json else f"{count:,} blocks, {written:,} bytes in {args.to}")
     return 0
 
 
-def _copy(source: Any, name: str, target: Any, chosen: list[tuple[int, Any]]) -> int:
+def _copy(source: Any, stem: str, target: Any, chosen: list[tuple[int, Any]]) -> int:
     """Write one sealed segment with these records of another; return its bytes."""
     import numpy as np
 
     from kvpool.store import segment_format as form
 
-    fd = source.open(name)
-    try:
+    with os.fdopen(source.open_segment(stem), "rb") as file:
+        fd = file.fileno()
         header = os.pread(fd, form.HEADER.size, 0)
         kind, layout = form.read_header(fd)
         stem, out = target.create(header)
@@ -240,8 +237,6 @@ def _copy(source: Any, name: str, target: Any, chosen: list[tuple[int, Any]]) ->
             return end + len(footer)
         finally:
             os.close(out)
-    finally:
-        os.close(fd)
 
 
 COMMANDS = {

@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from threading import Event, RLock
@@ -70,7 +70,7 @@ class Folder:
 
     def __init__(self, path: str, call: str, create: bool = True) -> None:
         self.path, self._call = os.fspath(path), call
-        self._place = os.path.abspath(self.path)  # the process may change its directory
+        self._place = os.path.realpath(self.path)  # the process may change its directory
         if create:
             with suppress(FileExistsError):
                 os.makedirs(self.path, mode=0o700)
@@ -83,9 +83,8 @@ class Folder:
         self._lock_fd: int | None = None
         try:
             self._check_owner(os.fstat(self.fd), self.path, "chmod 700")
-            made = os.O_CREAT if create else 0
             try:
-                self._lock_fd = self.open("lock", os.O_RDWR | made | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._lock_fd = self.open("lock", os.O_RDWR | os.O_CREAT * create | os.O_NOFOLLOW | os.O_CLOEXEC)
             except OSError as error:
                 if create and error.errno is None:  # it was opened, and is not a file of ours
                     raise
@@ -95,12 +94,6 @@ class Folder:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Folder:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
 
     @property
     def is_read_only(self) -> bool:
@@ -121,7 +114,7 @@ class Folder:
 
         Other threads may be about to open files in the old one, so the new one gets its descriptors.
         """
-        with Folder(self._place, self._call) as new:
+        with closing(Folder(self._place, self._call)) as new:
             if new._lock_fd is None or self._lock_fd is None:
                 raise PermissionError(f"[{self._call}] {self.path} is read-only")
             new.check_layout(layout)
@@ -157,6 +150,13 @@ class Folder:
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise PermissionError(f"[{self._call}] others may use {path} (mode {mode:o}); type: {remedy} {path}")
+
+    def open_segment(self, stem: str) -> int:
+        """Open a segment, sealed by now or not; FileNotFoundError if it has left."""
+        for name in (stem + SEALED, stem + GROWING):
+            with suppress(FileNotFoundError):
+                return self.open(name)
+        return self.open(stem + SEALED)  # it was sealed between the two
 
     def segments(self, known: Sequence[Listed] = ()) -> list[Listed]:
         """The segment files, in no order, links left out. Sealed ones among those `known` are not looked at again."""
@@ -256,7 +256,7 @@ class Folder:
         )
         excess, gone, undeleted = held + nbytes - limit, [], 0
         if excess > sum(victim.nbytes for victim in victims):
-            why = f"{held} bytes are in use, the limit is {max_nbytes}"
+            why = f"{held} bytes are in use, segments that grow counted as full, the limit is {max_nbytes}"
             why = why if limit == max_nbytes else f"the disk has {max(spare or 0, 0)} bytes beside its reserve"
             raise Refused(f"[{self._call}] {self.path} is full: {why}")
         for victim in victims:
@@ -297,7 +297,7 @@ class Folder:
         """The content of a small file; ValueError if it is damaged."""
         fd = self.open(name)
         try:
-            found = json.loads(os.read(fd, 1 << 20))
+            found = json.loads(os.read(fd, os.fstat(fd).st_size))
         except RecursionError:
             raise ValueError("brackets without end") from None
         finally:
@@ -306,8 +306,8 @@ class Folder:
             raise ValueError("no object")
         return found
 
-    def write_json(self, name: str, content: dict[str, object], *, sync: bool = False) -> None:
-        """Replace a small file as a whole. With `sync` it is whole after a loss of power too. With the lock."""
+    def write_json(self, name: str, content: dict[str, object]) -> None:
+        """Replace a small file as a whole; it is whole after a loss of power too. With the lock."""
         temporary = name + NEW
         self.remove(temporary)  # of a process that was killed
         fd = os.open(temporary, _CREATE, 0o600, dir_fd=self.fd)
@@ -315,8 +315,7 @@ class Folder:
             data = json.dumps(content, indent=1).encode()
             if os.write(fd, data) != len(data):
                 raise OSError(errno.ENOSPC, f"[{self._call}] the disk is full")
-            if sync:
-                os.fsync(fd)
+            os.fsync(fd)
             os.replace(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except BaseException:
             self.remove(temporary)
@@ -336,7 +335,7 @@ class Folder:
                 try:
                     os.stat("layout.json", dir_fd=self.fd, follow_symlinks=False)
                 except FileNotFoundError:
-                    return self.write_json("layout.json", own, sync=True)
+                    return self.write_json("layout.json", own)
             return self.check_layout(layout)  # another process was faster
         except ValueError:
             raise ValueError(
@@ -560,7 +559,7 @@ class DiskStore:
             self._count(misses=len(blocks))
             return loaded
         try:
-            fd = self._opened(segment.stem)
+            fd = self._folder.open_segment(segment.stem)
         except OSError as error:
             if error.errno not in _PASSING:
                 with self._lock:
@@ -592,12 +591,6 @@ class DiskStore:
         self._count(damaged=damaged, errors=errors)
         return loaded
 
-    def _opened(self, stem: str) -> int:
-        for name in (stem + SEALED, stem + GROWING):
-            with suppress(FileNotFoundError):
-                return self._folder.open(name)
-        return self._folder.open(stem + SEALED)  # it was sealed between the two
-
     # ---------------------------------------------------------------------- the thread
 
     def _write(self, items: list[Waiting]) -> None:
@@ -611,9 +604,9 @@ class DiskStore:
         try:
             growing = self._appended(nbytes, [head, item.row.data, padding])
         except OSError as error:
-            self._count(dropped=1)
+            self._count(dropped=1, errors=not isinstance(error, Refused))
             self._seal()
-            return self._pause(error, errors=not isinstance(error, Refused))
+            return self._pause(error)
         if growing is None:
             return self._count(dropped=1)
         self._refusal = ""
@@ -667,9 +660,8 @@ class DiskStore:
             except ValueError as error:  # there is one of another layout
                 raise Refused(str(error)) from None
 
-    def _pause(self, why: OSError, errors: int = 1) -> None:
+    def _pause(self, why: OSError) -> None:
         """Write nothing for a while. The log has the reason once, not with each pause that follows."""
-        self._count(errors=errors)
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
         text = str(why).removeprefix("[DiskStore] ")
         if (kind := _NUMBER.sub("", text)) != self._refusal:

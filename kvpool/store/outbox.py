@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from threading import Condition, Thread
+from threading import TIMEOUT_MAX, Condition, Thread
 from traceback import walk_tb
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ class Outbox:
     ) -> None:
         self._write, self._tick, self._end = write, tick, end
         self.batch_nbytes = batch_nbytes  # `write` may change it
-        self._most_nbytes, self._tick_seconds = most_nbytes, tick_seconds
+        self._most_nbytes, self._tick_seconds = most_nbytes, min(tick_seconds, TIMEOUT_MAX)
         self._change = Condition()
         self._queue: deque[Waiting] = deque()
         self._names: set[int] = set()

@@ -35,6 +35,8 @@ MOST_TOKENS, MOST_NBYTES = 1 << 20, 1 << 40  # of a record: beyond them a head i
 MOST_SEGMENT = ALIGNMENT << 32  # bytes: a place has 32 bits for an offset
 MOST_RECORD = 0x7FFFF000  # bytes that Linux reads or writes in one call
 _GROUP_STEP = 0x9E3779B97F4A7C15  # odd: groups of one key have different names
+_KEY_AT = 48  # in a record
+_FIELDS_NBYTES = RECORD.size - 32  # of a record without its checksums, and the zeros between them
 
 
 class UnknownFormat(ValueError):
@@ -122,10 +124,6 @@ def expected_heads(layout: bytes, blocks: Blocks, nbytes: int) -> list[tuple[byt
     heads[:, RECORD.size : RECORD.size + 4 * num_tokens] = np.ascontiguousarray(blocks.tokens, "<i4").view(np.uint8)
     data = heads.tobytes()
     return [(data[at : at + _FIELDS_NBYTES], data[at + RECORD.size : at + size]) for at in range(0, count * size, size)]
-
-
-_KEY_AT = 48  # in a record
-_FIELDS_NBYTES = RECORD.size - 32  # of a record without its checksums, and the zeros between them
 
 
 def packed_header(layout: bytes) -> bytes:

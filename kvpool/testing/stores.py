@@ -87,7 +87,7 @@ def prompt(seed: int, length: int = 60) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50_000, length)
 
 
-def _seen(store: BlockStore, blocks: Blocks) -> None:
+def seen(store: BlockStore, blocks: Blocks) -> None:
     """Wait until a store knows of these blocks, and load them."""
     end = time.monotonic() + SECONDS
     while not store.lookup(blocks).all() and time.monotonic() < end:
@@ -276,14 +276,14 @@ def another_sees_what_was_stored(factory: Factory, place: str, shared: bool) -> 
         stores(one, blocks[group])
         stores(two, others[group])
     for group in range(3):
-        _seen(two, blocks[group])
-        _seen(one, others[group])
+        seen(two, blocks[group])
+        seen(one, others[group])
     one.close()
     two.close()
     three = factory(LAYOUT, place)
     for group in range(3):
-        _seen(three, blocks[group])
-        _seen(three, others[group])
+        seen(three, blocks[group])
+        seen(three, others[group])
     three.close()
 
 

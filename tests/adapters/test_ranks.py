@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -75,17 +76,20 @@ def test_ranks_one_hangs_in_the_model_all_end_in_time():
 def test_ranks_of_one_agree_with_themselves_and_call_back_when_late():
     group = mx.distributed.init(backend="any")
     assert group.size() == 1
-    late = []
+    late, pool, together = [], Pool(8, 4, seed=1), threading.Barrier(2, timeout=20)
     with pytest.raises(ValueError, match="timeout is 0"):
         Ranks(group, timeout=0)
-    with Ranks(group, timeout=0.05, on_timeout=late.append) as ranks:
-        pool = Pool(8, 4, seed=1)
+    with Ranks(group, timeout=0.05, on_timeout=lambda said: late.append(said) or together.wait()) as ranks:
         assert ranks.agree(pool) == pool.digest()
-        ranks._expect(("agree", 7))  # as if the others were silent
-        while not late:
-            time.sleep(0.01)
-        assert late == ["[agree] rank 0 of 1: step 7 is not over after 0.05 s, the limit"]
+        for step in (7, 8):  # the first callback waits for the second
+            ranks._expect(("agree", step))  # as if the others were silent
+            while len(late) < step - 6 and ranks._watch.is_alive():
+                time.sleep(0.01)
+        assert late == [f"[agree] rank 0 of 1: step {step} is not over after 0.05 s, the limit" for step in (7, 8)]
     assert not ranks._watch.is_alive()
+    with Ranks(group, timeout=float("inf")) as ranks, ranks.step(pool):
+        ranks._watch.join(0.1)
+        assert ranks._watch.is_alive()
 
 
 def test_step_of_one_rank_reraises_its_own_error():

@@ -88,11 +88,11 @@ def test_unknown_argument_prints_the_usage_of_its_command(capsys, command):
     assert said.startswith(f"usage: kvpool {name} [-h]") and f"kvpool {name}: error: unrecognized" in said
 
 
-def test_reader_that_goes_away_leaves_no_traceback():
+@pytest.mark.parametrize("words", [["-m", "kvpool", "doctor"], ["-um", "kvpool", "store", "ls", "."]])
+def test_reader_that_goes_away_leaves_no_traceback(tmp_path, words):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "kvpool", "doctor"]
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    result = subprocess.run([sys.executable, *words], cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert result.returncode == 1
     assert result.stderr == ""

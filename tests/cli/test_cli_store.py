@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from contextlib import closing
 
 import pytest
 
@@ -136,6 +137,23 @@ def test_file_that_a_killed_process_left_is_no_problem_and_is_overwritten(tmp_pa
     assert not (path / "layout.json.new").exists()
 
 
+@pytest.mark.parametrize("command", ["verify", "export"])
+def test_segments_that_a_server_seals_or_deletes_meanwhile_are_no_problem(directory, capsys, monkeypatch, command):
+    store, listed = DiskStore(str(directory), LAYOUT, 1 << 20, segment_nbytes=1 << 14), Folder.segments
+    kit.stores(store, LAYOUT.blocks(kit.prompt(9, 8))[0])  # four blocks in a segment that grows
+    ended = min(directory.glob("*.kvpool"), key=lambda file: file.stat().st_size)  # with five blocks
+
+    def segments(folder, *known):
+        found = listed(folder, *known)
+        store.close()
+        ended.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Folder, "segments", segments)
+    status, facts = said(capsys, command, directory, *([directory.parent / "new"] if command == "export" else []))
+    assert (status, facts.get("problems", []), facts.get("records", facts.get("blocks"))) == (0, [], 14)
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_segment_that_is_read_is_shown_on_a_terminal(directory, capsys, monkeypatch, is_terminal):
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
@@ -171,7 +189,7 @@ def test_prune_leaves_segments_that_cannot_be_read_here(directory, capsys, monke
 
 def test_prune_reads_without_the_lock_that_writers_need(directory, capsys, monkeypatch):
     def examine(*args):
-        with Folder(str(directory), "a writer") as other, other.lock():
+        with closing(Folder(str(directory), "a writer")) as other, other.lock():
             yield 0, None, "planted"
 
     monkeypatch.setattr("kvpool.store.segment_format.examine", examine)

@@ -75,10 +75,7 @@ def test_layout_gives_every_element_an_address_of_its_own(layout):
 
 @pytest.mark.parametrize(
     ("layout", "plane", "index", "shape"),
-    [
-        ("NHD", "k", (5, 3, 1, 2), (9, 4, 2, 8)),
-        ("HND", "v", (5, 1, 3, 2), (9, 2, 4, 8)),
-    ],
+    [("NHD", "k", (5, 3, 1, 2), (9, 4, 2, 8)), ("HND", "v", (5, 1, 3, 2), (9, 2, 4, 8))],
 )
 def test_layout_has_the_documented_axes(layout, plane, index, shape):
     """Layer 2, block 5, slot 3, head 1, element 2 is the documented entry of the base array."""
@@ -128,14 +125,7 @@ def test_array_block_nbytes_is_a_blocks_share_of_the_largest_array():
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [
-        ("16GiB", 16 * 2**30),
-        ("512MB", 512 * 10**6),
-        ("1.5 KiB", 1536),
-        ("2tb", 2 * 10**12),
-        ("7B", 7),
-        (4096, 4096),
-    ],
+    [("16GiB", 16 * 2**30), ("512MB", 512 * 10**6), ("1.5 KiB", 1536), ("2tb", 2 * 10**12), ("7B", 7), (4096, 4096)],
 )
 def test_parse_nbytes_knows_units(text, nbytes):
     assert parse_nbytes(text) == nbytes
@@ -212,6 +202,10 @@ def test_available_memory_is_limited_by_the_cgroup(monkeypatch):
     assert config.available_memory_nbytes() == 5 * 2**29
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert config.available_memory_nbytes() == 8 * 2**30
+    files["/proc/self/cgroup"] = "4:memory:/other\n0::/one.slice/two.service\n"
+    for place, most in (("one.slice", 2**28), ("one.slice/two.service", 2**27)):
+        files |= {f"/sys/fs/cgroup/{place}/memory.max": f"{most}", f"/sys/fs/cgroup/{place}/memory.current": "7"}
+        assert (config.available_memory_nbytes(), config.memory_nbytes()) == (most - 7, most)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_two_stores_share_the_quota_and_forget_what_the_other_deleted(tmp_path):
 
 def test_amplification_of_writes_is_small(tmp_path):
     large = Layout((BlockLayout(16, 65536, "full"),), "w")
-    store = DiskStore(str(tmp_path / "store"), large, 1 << 28, segment_nbytes=1 << 22)
+    store = DiskStore(str(tmp_path / "store"), large, 1 << 28, segment_nbytes=1 << 22, refresh_seconds=float("inf"))
     for seed in range(10):
         kit.stores(store, large.blocks(kit.prompt(seed, 160))[0])
     store.close()
@@ -95,23 +95,6 @@ def test_amplification_of_writes_is_small(tmp_path):
     assert stats.stored_nbytes == 100 * 65536
     assert stats.stored_nbytes < stats.written_nbytes <= 1.05 * stats.stored_nbytes
     assert held(tmp_path / "store") == stats.written_nbytes
-
-
-def test_files_deleted_under_a_store_are_misses_and_it_goes_on(tmp_path):
-    store = opened(tmp_path / "store")
-    kit.stores(store, blocks_of(1))
-    for file in (tmp_path / "store").glob("*.kvpool*"):
-        file.unlink()
-    end = time.monotonic() + 60
-    while store.lookup(blocks_of(1)).any() and time.monotonic() < end:
-        time.sleep(0.01)
-    kit.loads(store, blocks_of(1), [])
-    store.touch(blocks_of(1))
-    kit.stores(store, blocks_of(2))
-    kit.loads(store, blocks_of(2), range(20))
-    store.close()
-    store = opened(tmp_path / "store")
-    kit.loads(store, blocks_of(2), range(20))
 
 
 def test_error_of_the_writer_that_nobody_foresaw_loses_one_block(tmp_path, monkeypatch, caplog):
@@ -209,12 +192,7 @@ WIDE = 1 << 40
         (None, {"queue_nbytes": 3999}, ValueError, "queue_nbytes is 3999, the least for this layout is 4000"),
         (None, {"segment_nbytes": 4000}, ValueError, "segment_nbytes is 4000, the least"),
         (None, {"segment_nbytes": 1 << 24}, ValueError, "max_nbytes is 16777216, the least"),
-        (
-            None,
-            {"max_nbytes": WIDE, "segment_nbytes": (1 << 38) + 1},
-            ValueError,
-            r"segment_nbytes.*, the limit is \d+$",
-        ),
+        (None, {"max_nbytes": WIDE, "segment_nbytes": (1 << 38) + 1}, ValueError, r"segment_.*, the limit is \d+$"),
         ((4, (1 << 31) - 4096), {"max_nbytes": WIDE}, ValueError, r"record of group 0.*, the limit is \d+$"),
         (((1 << 20) + 1, 4000), {"max_nbytes": WIDE}, ValueError, r"tokens.*, the limit is \d+$"),
     ],
@@ -368,14 +346,19 @@ def test_segments_that_cannot_be_deleted_count_and_are_not_counted_as_gone(tmp_p
     assert "segments cannot be deleted; check who owns them" in told
 
 
-@pytest.mark.parametrize("how", ["deleted", "moved", "of another model"])
+@pytest.mark.parametrize("how", ["emptied", "deleted", "moved", "of another model"])
 def test_directory_that_is_gone_comes_back(tmp_path, monkeypatch, how, caplog):
     (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "store").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "store")
     monkeypatch.chdir(tmp_path)
-    store = opened("store")
+    store = opened("link/")
     monkeypatch.chdir(tmp_path / "elsewhere")
     kit.stores(store, blocks_of(1))
-    if how == "deleted":
+    if how == "emptied":
+        for file in (tmp_path / "store").glob("*.kvpool*"):
+            file.unlink()
+    elif how == "deleted":
         shutil.rmtree(tmp_path / "store")
     else:
         (tmp_path / "store").rename(tmp_path / "moved")
@@ -389,8 +372,9 @@ def test_directory_that_is_gone_comes_back(tmp_path, monkeypatch, how, caplog):
         assert not list((tmp_path / "store").glob("*.kvpool*"))
     else:
         end = time.monotonic() + 60
-        while not (tmp_path / "store" / "layout.json").exists() and time.monotonic() < end:
+        while store.lookup(blocks_of(1)).any() and time.monotonic() < end:
             time.sleep(0.01)
+        store.touch(blocks_of(1))
         kit.stores(store, blocks_of(2))
         kit.loads(store, blocks_of(2), range(20))
         kit.loads(store, blocks_of(1), [])

@@ -231,7 +231,6 @@ def test_password_of_a_server_is_not_shown(url):
         shown = f"{error} {error.__cause__}"
     else:
         shown = repr(store)
-        store.close()
     assert SECRETS[url] in shown and not re.search("SE|CRET", shown)
 
 

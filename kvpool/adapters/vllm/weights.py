@@ -6,20 +6,22 @@ from pathlib import Path
 from typing import Any
 
 SAMPLE = 1 << 16  # bytes that are read at each of 16 places of a file
+WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".tensors"}
 
 
 def sampled(model: str) -> str:
-    """A digest of names, sizes and samples of the files of weights: those of a folder, or the file. Of a name, ''."""
+    """A digest of names, sizes and samples of the files of weights: those of a folder, or the file. Of none, ''."""
     path, digest = Path(model), hashlib.sha256()
-    for each in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if each.suffix in {".safetensors", ".bin", ".gguf", ".pt"} and each.is_file():
-            nbytes = each.stat().st_size
-            digest.update(f"{each.name} {nbytes} ".encode())
-            with each.open("rb") as file:
-                for place in range(0, nbytes, max(SAMPLE, -(-nbytes // 16))):
-                    file.seek(place)
-                    digest.update(file.read(SAMPLE))
-    return digest.hexdigest() if path.exists() else ""
+    there = path.iterdir() if path.is_dir() else [path]
+    files = sorted(each for each in there if each.suffix in WEIGHTS and each.is_file())
+    for each in files:
+        nbytes = each.stat().st_size
+        digest.update(f"{each.name} {nbytes} ".encode())
+        with each.open("rb") as file:
+            for place in range(0, nbytes, max(SAMPLE, -(-nbytes // 16))):
+                file.seek(place)
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest() if files else ""
 
 
 def fingerprint(model_config: Any) -> str:
