@@ -285,10 +285,7 @@ class Engine:
         return completions
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[TokenEvent]:
-        """Run one request and yield its tokens. Closing the iterator cancels it. Beams cannot be streamed.
-
-        The request is in the queue when the call returns. An error that ends it is raised behind its tokens.
-        """
+        """Run one request, yield its tokens, and raise what ends it. Closing the iterator cancels it. Not for beams."""
         if options.get("beam_width"):
             raise ValueError(f"[stream] beam_width is {options['beam_width']}, a beam cannot be streamed: generate()")
         events = self._streamed(prompt, options)
@@ -580,8 +577,7 @@ class Engine:
         if on_token is not None and not callable(on_token):
             raise TypeError(f"[submit] on_token must be callable, got {on_token!r}")
         if request.beam_width and (on_token is not None or texts or sampling.alters or not sampling.is_greedy):
-            what = "on_token, stop strings, temperature, biases, penalties and min_tokens"
-            raise ValueError(f"[submit] a beam is a search, which has no text before it ends: leave {what} out")
+            raise ValueError("[submit] a beam is a search: leave on_token, stop strings and options of sampling out")
         if sampling.seed is None and not sampling.is_greedy:
             sampling = replace(sampling, seed=int(self._seeds.integers(SEED_MAX)))
         if sampling.grammar is not None and (request.beam_width or not sampling.grammar.eos <= set(request.eos)):
