@@ -231,7 +231,7 @@ class Engine:
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         sizes = {"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk": prefill_chunk}
         drafts = None if speculate is None else partial(_drafts, speculate, self.vocab_size)
-        self._scheduling = sizes | {"speculate": drafts, "plans": 2} | scheduling
+        self._scheduling: dict[str, Any] = sizes | {"speculate": drafts, "plans": 2} | scheduling
         may_wait = num_blocks is not None and scheduling.get("plans", 2) > 1  # nobody else steps the pool meanwhile
         self._runs_ahead = self.kv.passes.is_lazy and speculate is None and may_wait
         self._numbers = itertools.count()
