@@ -38,10 +38,10 @@ def test_a_model_generates_on_the_example_what_it_does_on_the_built_in_backend(b
         model, _ = tiny.make()
         prompts = [list(range(40, 60)), [7, 3, 9], list(range(90, 101))]
         with install(model, 64, block_size=8, fused=fused) as kv:
-            assert kv.is_fused == fused
+            assert kv.passes.is_fused == fused
             expected = batch_tokens(model, prompts, 12)
         with install(model, 64, block_size=8, fused=fused, backend=backend_class) as kv:
-            assert kv.is_fused == fused and kv.backend.capabilities.name == "small"
+            assert kv.passes.is_fused == fused and kv.backend.capabilities.name == "small"
             assert batch_tokens(model, prompts, 12) == expected
             assert kv.summary().blocks_used == 0 and kv.settle() == 0
         if fused:

@@ -527,10 +527,10 @@ def test_fused_tokens_of_mlx_lm_equal_stock(make, monkeypatch, name):
     stock = [solo_tokens(model, prompt, 5) for prompt in prompts]
     monkeypatch.setattr(kvpool_backends.mlx, "MLXBackend", lambda spec, num_blocks, **_: make(spec, num_blocks))
     with install(model, 60, block_size=8, fused=True) as kv:
-        assert kv.is_fused and kv.backend.route == "metal"
+        assert kv.passes.is_fused and kv.backend.route == "metal"
         assert batch_tokens(model, prompts, 5) == stock
     with install(model, 60, block_size=8, fused=False) as kv:
-        assert not kv.is_fused and solo_tokens(model, prompts[1], 5) == stock[1]
+        assert not kv.passes.is_fused and solo_tokens(model, prompts[1], 5) == stock[1]
     assert kv.settle() == kv.summary().mlx_pool_copies == 0
 
 

@@ -266,7 +266,7 @@ def test_mlx_lm_gives_the_tokens_of_stock_caches(native, make_model):
     prompts = random_prompts((3, 6, 40, 1, 17))
     alone = [solo_tokens(model, prompt) for prompt in prompts]
     with install(model, num_blocks=64) as kv:
-        assert kv.is_fused and type(kv.backend).__name__ == "NativeBackend"
+        assert kv.passes.is_fused and type(kv.backend).__name__ == "NativeBackend"
         assert [solo_tokens(model, prompt) for prompt in prompts] == alone
         assert batch_tokens(model, prompts) == alone
         assert kv.summary().mlx_pool_copies == 0

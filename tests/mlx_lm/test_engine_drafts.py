@@ -3,6 +3,8 @@
 Random drafts in any company: `test_engine_workloads`.
 """
 
+import weakref
+
 import numpy as np
 import pytest
 from mlx_models import VOCAB, computing_on_cpu, ended, random_prompts, tiny_llama
@@ -44,6 +46,13 @@ def test_every_proposer_gives_the_tokens_of_none(model, name, sampling):
     if name == "the model itself" and not sampling:
         assert counts.accepted_tokens > 0.95 * counts.drafted_tokens
         assert proposer.engine.kv.pool.stats().used == proposer.engine.num_unfinished == 0
+
+
+def test_engine_that_nobody_has_any_more_gives_its_memory_back_at_once(model):
+    engine = Engine(model, MANY, speculate=PromptLookup(5))
+    storage = weakref.ref(engine.kv.backend)
+    del engine
+    assert storage() is None, "nobody waits for the collector"
 
 
 def test_draft_model_reads_a_long_text_in_parts(model):

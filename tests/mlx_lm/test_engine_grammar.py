@@ -193,6 +193,8 @@ def test_grammar_that_is_too_complex_ends_its_request_alone(model, engine, monke
     ids.append(engine.submit("free", max_tokens=30))
     found = ended(engine)
     assert isinstance(found[ids[0]].error, GrammarFailed) and found[ids[0]].samples[0].finish_reason == "cancelled"
+    assert all(one.text == engine.tokenizer.decode(one.tokens.tolist()) for one in found[ids[0]].samples)
+    assert set("".join(one.text for one in found[ids[0]].samples)) == {"a", "b"}, "no token that it does not allow"
     assert found[ids[1]].error is None and found[ids[1]].text == due
     assert engine.kv.pool.stats().used == 0
 

@@ -85,6 +85,8 @@ def test_request_with_a_grammar_ends_with_the_same_error_and_another_is_not_coun
     monkeypatch.setattr(Follower, "allowed", fails)
     id = engine.submit(HARMED, **options)
     assert isinstance(ended(engine)[id].error, GrammarFailed) and engine.num_not_finite == 1
+    with pytest.raises(GrammarFailed):
+        list(engine.stream(GOOD, **options))
 
 
 @pytest.mark.parametrize("is_drafted", [False, True])

@@ -1,6 +1,7 @@
 """Streams, listeners, stop strings, failures and misuse of the engine; the others of a batch never notice."""
 
 import random
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -69,12 +70,23 @@ def engine(make):
 
 def test_a_stream_that_is_left_cancels_its_request(engine):
     other = engine.submit("abc", max_tokens=5)
-    stream = engine.stream(PROMPT, max_tokens=40)
-    next(stream)
-    assert engine.num_unfinished == 2
-    stream.close()
-    assert engine.num_unfinished == 1
+    for heard in (0, 1):
+        stream = engine.stream(PROMPT, max_tokens=40)
+        assert len(list(islice(stream, heard))) == heard
+        assert engine.num_unfinished == 2
+        stream.close()
+        assert engine.num_unfinished == 1
     assert len(ended(engine)[other].tokens) == 5
+
+
+def test_calls_have_their_own_answers_and_leave_those_that_nobody_waits_for(engine, answer):
+    engine.submit("abc", max_tokens=2, id="same")
+    left, read = (engine.stream("abc", max_tokens=2) for _ in range(2))
+    for id in (None, "same"):
+        assert engine.generate(PROMPT, max_tokens=40, id=id).text == answer
+    left.close()
+    assert len(list(read)) == 2
+    assert [(one.id, len(one.tokens)) for one in engine.step()] == [("same", 2)] and not engine.num_unfinished
 
 
 def test_an_answer_ends_where_the_tokenizer_says(engine):
@@ -235,20 +247,35 @@ def test_a_listener_that_raises_ends_its_own_request_only(engine, answer):
     assert engine.num_unfinished == 0
 
 
+def test_call_whose_request_is_cancelled_returns(engine, answer):
+    def listener(event):
+        heard.append(event)
+        if len(heard) == 3:
+            engine.cancel(event.id)
+
+    heard = []
+    assert engine.generate(PROMPT, max_tokens=40, on_token=listener).text == answer[:3]
+    stream = engine.stream(PROMPT, max_tokens=40)
+    engine.cancel(next(stream).id)
+    assert not list(stream) and engine.num_unfinished == 0
+
+
 def test_a_listener_may_submit_and_cancel_but_not_step_or_resize(engine, answer):
-    ids = []
+    ids, heard = [], []
 
     def listener(event):
-        if not ids:
+        heard.append(event)
+        if len(heard) == 2:
             ids.append(engine.submit("abc", max_tokens=4))
-            engine.cancel(victim)
+            cut = engine.cancel(victim)  # before its listener hears of its token
+            assert cut.text == engine.tokenizer.decode(cut.tokens.tolist()) != ""
             with pytest.raises(RuntimeError, match=r"\[step\] a listener cannot run the engine"):
                 engine.step()
             with pytest.raises(RuntimeError, match=r"\[resize\] a listener cannot resize the engine"):
                 engine.resize(90)
 
     first = engine.submit(PROMPT, max_tokens=40, on_token=listener)
-    victim = engine.submit(PROMPT, max_tokens=40)
+    victim = engine.submit(PROMPT, max_tokens=40, on_token=lambda event: None)
     done = ended(engine)
     assert done.keys() == {first, ids[0]}
     assert done[first].text == answer and len(done[ids[0]].tokens) == 4
@@ -361,8 +388,10 @@ def test_listeners_hear_the_likeliest_tokens(engine):
         ("a", {"logit_bias": {257: 1}}, ValueError, r"logit_bias has token 257, the model has tokens 0 \.\. 256"),
         ("a", {"stop": ""}, ValueError, "a stop string is empty"),
         ("a", {"stop": 5}, TypeError, "stop"),
-        ("a", {"beam_width": 2, "stop": "x"}, ValueError, "leave on_token and stop strings out"),
-        ("a", {"beam_width": 2, "on_token": print}, ValueError, "leave on_token and stop strings out"),
+        ("a", {"beam_width": 2, "stop": "x"}, ValueError, "leave on_token, stop strings and options"),
+        ("a", {"beam_width": 2, "on_token": print}, ValueError, "leave on_token, stop strings and options"),
+        ("a", {"beam_width": 2, "temperature": 0.5}, ValueError, "leave on_token, stop strings and options"),
+        ("a", {"beam_width": 2, "logit_bias": {5: 1}}, ValueError, "leave on_token, stop strings and options"),
         ("a", {"on_token": 5}, TypeError, "on_token must be callable"),
         ("a", {"heat": 1}, TypeError, "there is no option heat"),
         ("a", {"user": 1}, TypeError, "there is no option user"),
@@ -404,6 +433,8 @@ def test_engines_are_refused_that_could_not_work(text_model):
     for options in ({}, {"num_blocks": 20, "pool": kvpool.Pool(20, 4)}):
         with pytest.raises(TypeError, match="either num_blocks or pool"):
             Engine(text_model[0], **options)
+    with pytest.raises(TypeError, match="pad_to"):
+        Engine(text_model[0], 20, pad_to=(4, 8))
     for options in ({"max_running": 0}, {"prefill_chunk": -1}, {"num_blocks": 0}, {"preempt": "nobody"}):
         with pytest.raises(ValueError):
             Engine(text_model[0], **({"num_blocks": 20} | options))

@@ -43,7 +43,7 @@ def equals_stock(model, fused):
     stock = [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
     assert len({token for row in stock for token in row}) > 2 * MAX_TOKENS, "hardly anything could go wrong unseen"
     with install(model, 200, block_size=4, fused=fused) as kv:
-        assert kv.is_fused == fused and (kv.route == "fused") == fused
+        assert kv.passes.is_fused == fused and (kv.route == "fused") == fused
         if batch_tokens(model, prompts, MAX_TOKENS) != stock:
             return False
         assert [solo_tokens(model, prompt, MAX_TOKENS) for prompt in prompts] == stock

@@ -55,13 +55,13 @@ def test_attention_replaced_inside_the_block_is_kept_gets_arrays_and_the_route_t
     with install(model, 50, block_size=4, fused=True) as kv:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mx.fast, "scaled_dot_product_attention", theirs)
-            assert not kv.is_fused
+            assert not kv.passes.is_fused
             assert kv.summary().route == "gather: somebody has set mlx.core.fast.scaled_dot_product_attention"
             assert solo_tokens(model, prompt) == expected and calls
             with pytest.raises(RuntimeError, match=r"\[install\] mlx\.core\.fast\.scaled_dot.* put back what was"):
                 kv.__exit__(None, None, None)
             assert mx.fast.scaled_dot_product_attention is theirs and "make_cache" in vars(model)
-        assert kv.is_fused and kv.route == "fused"
+        assert kv.passes.is_fused and kv.route == "fused"
         assert solo_tokens(model, prompt) == expected
 
 
@@ -70,10 +70,10 @@ def test_original_put_back_inside_the_block_is_hooked_again_by_the_next_block(mo
     expected = solo_tokens(model, prompt)
     with install(model, 50, block_size=4, fused=True) as kv:
         mx.fast.scaled_dot_product_attention = STOCK
-        assert not kv.is_fused
+        assert not kv.passes.is_fused
         assert solo_tokens(model, prompt) == expected
         with install(model, 50, block_size=4, fused=True) as inner:
-            assert inner.is_fused and kv.is_fused
+            assert inner.passes.is_fused and kv.passes.is_fused
             assert solo_tokens(model, prompt) == expected
         mx.fast.scaled_dot_product_attention = STOCK
 
@@ -84,7 +84,7 @@ def test_model_of_a_block_that_is_over_gathers_inside_the_block_of_another(model
     with install(model, 50, block_size=4, fused=True) as kv:
         cache = make_prompt_cache(model)
     with install(tiny_llama(num_hidden_layers=1), 50, fused=True):
-        assert not kv.is_fused
+        assert not kv.passes.is_fused
         assert solo_tokens(model, prompt, prompt_cache=cache) == expected
 
 

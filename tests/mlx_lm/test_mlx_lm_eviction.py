@@ -77,7 +77,7 @@ def test_model_under_a_window_says_what_stock_says_under_its_mask(any_model, fus
     due = [tokens(any_model, sliding(any_model, WINDOW), prompt, 30) for prompt in prompts]
     assert due[0] != tokens(any_model, None, n=30)
     with install(any_model, 400, block_size=4, fused=fused, eviction=WINDOW) as kv:
-        assert kv.is_fused == fused
+        assert kv.passes.is_fused == fused
         assert tokens(any_model, kv.make_cache(), n=30) == due[0]
         for together in (1, 3):
             assert batch_tokens(any_model, prompts, 30, prefill_batch_size=together) == due

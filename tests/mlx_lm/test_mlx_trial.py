@@ -93,7 +93,7 @@ def test_model_that_touches_its_context_or_mask_gathers_and_says_where(model, mo
     with pytest.raises(RuntimeError, match=rf"\[install\] fused=True, but .*{why}"):
         install(model, 50, fused=True)
     with caplog.at_level(logging.WARNING), install(model, 50, block_size=4) as kv:
-        assert not kv.is_fused and kv.route.startswith("gather: ")
+        assert not kv.passes.is_fused and kv.route.startswith("gather: ")
         assert kv.route in str(kv.summary()) and kv.summary().route == kv.route
         assert solo_tokens(model, prompt) == expected
     (record,) = caplog.records

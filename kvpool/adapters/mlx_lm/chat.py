@@ -75,6 +75,7 @@ class Transcript:
         self._stops = tuple(stops)
         self._seen = ""
         self.text = ""  # what was shown so far
+        self.count = 0  # tokens that were added, up to the one with the stop string
         self.stop: str | None = None  # that came
 
     @property
@@ -86,6 +87,7 @@ class Transcript:
         """The text that may be shown when `token` has come. A token that the tokenizer does not have adds none."""
         if self._detokenizer is None or self.is_stopped:
             return ""
+        self.count += 1
         with suppress(IndexError, TypeError):  # models have a few rows more than their tokenizers have tokens
             self._detokenizer.add_token(token)
         self._read()

@@ -230,8 +230,8 @@ class Engine:
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_model_len: int | None = scheduling.setdefault("max_model_len", max_positions(model))
         sizes = {"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk": prefill_chunk}
-        drafts = None if speculate is None else partial(self._drafts, speculate)
-        self._scheduling = sizes | {"speculate": drafts, "plans": 2} | scheduling
+        drafts = None if speculate is None else partial(_drafts, speculate, self.vocab_size)
+        self._scheduling: dict[str, Any] = sizes | {"speculate": drafts, "plans": 2} | scheduling
         may_wait = num_blocks is not None and scheduling.get("plans", 2) > 1  # nobody else steps the pool meanwhile
         self._runs_ahead = self.kv.passes.is_lazy and speculate is None and may_wait
         self._numbers = itertools.count()
@@ -247,13 +247,14 @@ class Engine:
             self.kv.pool,
             mixed=self._forward.is_ragged,
             formats=FORMATS,
+            pad_to=None,
             eviction=self._forward.eviction,
             **self._scheduling,
         )
         self._flight: _Flight | None = None  # a step that was begun, and of which nothing is known yet
         self._jobs: dict[Hashable, _Job] = {}
         self._is_delivering = False
-        self._ended: list[Completion] = []  # to be returned by the next `step`
+        self._ended: list[_Job] = []  # to be returned by the next `step`
 
     # ------------------------------------------------------------------------------------------- whole answers
 
@@ -269,38 +270,42 @@ class Engine:
         Exception
             An exception of the model, of the listener or of `submit`. None of these requests is left in the engine.
         """
-        ids: list[Hashable] = []
-        done: dict[Hashable, Completion] = {}
+        jobs: list[_Job] = []
         try:
             for prompt in prompts:
-                ids.append(self.submit(prompt, on_token=on_token, **options))
-            while len(done) < len(ids):
-                self._sort(self.step(), ids, done)
+                jobs.append(self._jobs[self.submit(prompt, on_token=on_token, **options)])
+            while any(map(self._is_in, jobs)):
+                self._advance()
         finally:
-            self._drop(id for id in ids if id not in done)
-        for completion in done.values():
+            self._drop(jobs)
+        completions = [job.completion() for job in jobs]
+        for completion in completions:
             if completion.error is not None:
                 raise completion.error
-        return [done[id] for id in ids]
+        return completions
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[TokenEvent]:
-        """Run one request and yield its tokens. Closing the iterator cancels it. Beams cannot be streamed."""
+        """Run one request, yield its tokens, and raise what ends it. Closing the iterator cancels it. Not for beams."""
         if options.get("beam_width"):
             raise ValueError(f"[stream] beam_width is {options['beam_width']}, a beam cannot be streamed: generate()")
-        events: deque[TokenEvent] = deque()
-        id = self.submit(prompt, on_token=events.append, **options)
-        return self._streamed(id, events)
+        events = self._streamed(prompt, options)
+        next(events)  # a generator that has not begun does nothing when it is closed
+        return events
 
-    def _streamed(self, id: Hashable, events: deque[TokenEvent]) -> Iterator[TokenEvent]:
-        done: dict[Hashable, Completion] = {}
+    def _streamed(self, prompt: Prompt, options: dict[str, Any]) -> Iterator[Any]:
+        events: deque[TokenEvent] = deque()
+        job = self._jobs[self.submit(prompt, on_token=events.append, **options)]
         try:
-            while not done:
-                self._sort(self.step(), [id], done)
-                while events:
+            yield
+            while events or self._is_in(job):
+                if events:
                     yield events.popleft()
+                else:
+                    self._advance()
         finally:
-            if not done:
-                self._drop([id])
+            self._drop([job])
+        if (error := job.completion().error) is not None:
+            raise error
 
     # ---------------------------------------------------------------------------------------------- low level
 
@@ -364,7 +369,9 @@ class Engine:
         """End a request now and return what it has so far. `UnknownRequest` if it has ended or never existed."""
         if id not in self._jobs:
             raise UnknownRequest(f"[cancel] no request {id!r}: it has ended, or was never submitted")
-        return self._cancelled(self._jobs[id])
+        job = self._jobs[id]
+        self._cancelled(job)
+        return job.completion()
 
     def step(self) -> list[Completion]:
         """Run the model once, for as many requests as fit. Return the requests that have ended.
@@ -374,6 +381,11 @@ class Engine:
         Exception
             An exception of the model. Every request is as before the step, and the engine can go on.
         """
+        self._advance()
+        ended, self._ended = self._ended, []
+        return [job.completion() for job in ended]
+
+    def _advance(self) -> None:
         if self._is_delivering:
             raise RuntimeError("[step] a listener cannot run the engine that it listens to")
         self.kv.passes.last_driver = current_thread()
@@ -402,8 +414,6 @@ class Engine:
             self._deliver((), self.scheduler.expire())
         if self._on_events is not None:
             self._tell_events(self._on_events)
-        ended, self._ended = self._ended, []
-        return ended
 
     def resize(self, num_blocks: int) -> None:
         """Have another number of blocks of tokens, between two steps. All requests go on and give the same tokens.
@@ -510,7 +520,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests, return their blocks, and wait for MLX. The pool stays usable, the store is closed."""
-        self._drop(list(self._jobs))
+        self._drop(list(self._jobs.values()))
         self.kv.close()
 
     def reset(self) -> None:
@@ -566,8 +576,8 @@ class Engine:
             raise TypeError(f"[submit] user of a request must be a Sampling or None, got {sampling!r}")
         if on_token is not None and not callable(on_token):
             raise TypeError(f"[submit] on_token must be callable, got {on_token!r}")
-        if request.beam_width and (on_token is not None or texts):
-            raise ValueError("[submit] a beam has no text before it ends: leave on_token and stop strings out")
+        if request.beam_width and (on_token is not None or texts or sampling.alters or not sampling.is_greedy):
+            raise ValueError("[submit] a beam is a search: leave on_token, stop strings and options of sampling out")
         if sampling.seed is None and not sampling.is_greedy:
             sampling = replace(sampling, seed=int(self._seeds.integers(SEED_MAX)))
         if sampling.grammar is not None and (request.beam_width or not sampling.grammar.eos <= set(request.eos)):
@@ -589,16 +599,6 @@ class Engine:
         return self.tokenizer
 
     # ------------------------------------------------------------------------------------------------ one step
-
-    def _drafts(self, propose: Propose, rows: list[Decoding]) -> list[np.ndarray]:
-        """Return the drafts of a proposer, up to the first token that the model does not have. A grammar has none."""
-        free = [at for at, row in enumerate(rows) if row.request.user.grammar is None]
-        found = [row.generated[:0] for row in rows]
-        given = propose([rows[at] for at in free]) if free else ()
-        for at, drafts in zip(free, given, strict=True):
-            tokens = token_array("speculate", "drafts", drafts)
-            found[at] = tokens[: np.append(tokens >= self.vocab_size, True).argmax()]
-        return found
 
     def _begun(self, before: _Flight | None = None) -> _Flight | None:
         """Let MLX compute the next step, `before` being the one that is out, and do not wait for it."""
@@ -684,20 +684,18 @@ class Engine:
 
     def _allowed(self, step: Step, requests: list[Request]) -> dict[int, np.ndarray]:
         """Return the rows whose grammar holds, and the tokens that may come there. Note where one has failed."""
-        allowed = {}
+        allowed, nothing = {}, np.zeros(-(-self.vocab_size // 32) * 4, np.uint8)
         for at, request in enumerate(requests):
             job = self._jobs.get(request.id)
-            if request.user.grammar is None or job is None or job.error is not None:
+            if request.user.grammar is None or job is None:
                 continue
             index = int(step.sample_index[at])
             if index not in job.followers:
                 job.followers[index] = request.user.grammar.follow()
             try:
-                bits = job.followers[index].allowed(step.generated(at))
+                allowed[at] = job.followers[index].allowed(step.generated(at)) if job.error is None else nothing
             except GrammarFailed as error:
-                job.error, bits = error, None
-            if bits is not None:
-                allowed[at] = bits
+                job.error, allowed[at] = error, nothing
         return allowed
 
     def _deliver(self, rows: Iterable[Row], outputs: list[Output]) -> None:
@@ -728,12 +726,12 @@ class Engine:
                     current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
                 stopped.append(current)
-        self._ended.extend(map(_Job.completion, ended.values()))
-        for job in stopped:
-            if self._jobs.get(job.request.id) is job:
-                self._ended.append(self._cancelled(job))
+        self._ended.extend(ended.values())
+        for job in filter(self._is_in, stopped):
+            self._cancelled(job)
+            self._ended.append(job)
 
-    def _cancelled(self, job: _Job) -> Completion:
+    def _cancelled(self, job: _Job) -> None:
         """End a request that runs or waits."""
         del self._jobs[job.request.id]
         if self.kv.stored is not None:
@@ -743,20 +741,17 @@ class Engine:
         self._forward.keep_states(self.scheduler.handles)
         if self._flight is not None and not self._jobs and not self._is_delivering:
             self._fail(self._flight.step)
-        return job.completion()
 
-    def _drop(self, ids: Iterable[Hashable]) -> None:
-        for id in ids:
-            with suppress(UnknownRequest, KeyError):
-                self.cancel(id)
+    def _is_in(self, job: _Job) -> bool:
+        """Whether a request has not ended."""
+        return self._jobs.get(job.request.id) is job
 
-    def _sort(self, completions: list[Completion], ids: Sequence[Hashable], done: dict[Hashable, Completion]) -> None:
-        """Move the completions of `ids` to `done`, and keep the others for the next `step`."""
-        for completion in completions:
-            if completion.id in ids and completion.id not in done:
-                done[completion.id] = completion
-            else:
-                self._ended.append(completion)
+    def _drop(self, jobs: Sequence[_Job]) -> None:
+        """End requests whose completions nobody is to get from `step`."""
+        for job in filter(self._is_in, jobs):
+            with suppress(UnknownRequest):
+                self._cancelled(job)
+        self._ended = [job for job in self._ended if job not in jobs]
 
 
 @dataclass(slots=True)
@@ -786,7 +781,6 @@ class _Job:
         self._stops = stops
         self._tokenizer = tokenizer
         self._transcripts: dict[int, Transcript] = {}
-        self._counts: dict[int, int] = {}  # tokens of each sample, up to its stop string
 
     @property
     def is_stopped(self) -> bool:
@@ -806,12 +800,9 @@ class _Job:
 
     def on_token(self, index: int, token: int, logprob: float, reason: str | None, top: Top) -> None:
         """Take one token of a sample and call the listener."""
-        transcript = self._transcripts.get(index)
-        if transcript is None:
-            transcript = self._transcripts[index] = self._transcript()
+        transcript = self._transcript(index)
         if transcript.is_stopped:
             return
-        self._counts[index] = self._counts.get(index, 0) + 1
         text = "" if reason == "eos" else transcript.add(token)
         if reason is not None:
             text += transcript.finish()
@@ -830,25 +821,36 @@ class _Job:
         if (end := self.ends.get(output.index, len(tokens))) < len(tokens):
             tokens, reason = tokens[:end], "cancelled"
             logprobs = None if logprobs is None else logprobs[:end]
-        transcript = self._transcripts.get(output.index)
         try:
-            if transcript is None:
-                transcript = self._transcript()
-                for token in tokens[: len(tokens) - (reason == "eos")].tolist():
-                    transcript.add(token)
+            transcript = self._transcript(output.index)
+            for token in tokens[transcript.count : len(tokens) - (reason == "eos")].tolist():  # that no listener got
+                transcript.add(token)
             transcript.finish()
         except Exception as error:  # of the tokenizer
             self.error, transcript = self.error or error, Transcript(None)
         if transcript.is_stopped:
-            count = self._counts.get(output.index, len(tokens))
-            tokens, reason = tokens[:count], "stop"
-            logprobs = None if logprobs is None else logprobs[:count]
+            tokens, reason = tokens[: transcript.count], "stop"
+            logprobs = None if logprobs is None else logprobs[: transcript.count]
         if self.request.beam_width:
             logprobs = None
         return Sample(tokens, logprobs, transcript.text, reason, output, transcript.stop)
 
-    def _transcript(self) -> Transcript:
-        return Transcript(None if self._tokenizer is None else self._tokenizer.detokenizer, self._stops)
+    def _transcript(self, index: int) -> Transcript:
+        if index not in self._transcripts:
+            detokenizer = None if self._tokenizer is None else self._tokenizer.detokenizer
+            self._transcripts[index] = Transcript(detokenizer, self._stops)
+        return self._transcripts[index]
+
+
+def _drafts(propose: Propose, vocab_size: int, rows: list[Decoding]) -> list[np.ndarray]:
+    """Return the drafts of a proposer, up to the first token that the model does not have. A grammar has none."""
+    free = [at for at, row in enumerate(rows) if row.request.user.grammar is None]
+    found = [row.generated[:0] for row in rows]
+    given = propose([rows[at] for at in free]) if free else ()
+    for at, drafts in zip(free, given, strict=True):
+        tokens = token_array("speculate", "drafts", drafts)
+        found[at] = tokens[: np.append(tokens >= vocab_size, True).argmax()]
+    return found
 
 
 def _likeliest(requests: list[Request], tokens: mx.array, logprobs: mx.array) -> list[Top]:

@@ -437,11 +437,6 @@ class PagedKV:
         undo.close()
 
     @property
-    def is_fused(self) -> bool:
-        """Whether layers attend straight over the pool now: the model is hooked, and the block is entered."""
-        return self.passes.is_fused
-
-    @property
     def route(self) -> str:
         """The way the model attends inside the block: "fused", or "gather: " and the reason. Then what is held whole.
 

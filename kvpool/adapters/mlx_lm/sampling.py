@@ -90,7 +90,7 @@ class Sampling:
     looks_back: bool = field(init=False, repr=False, compare=False, default=False)  #: whether earlier tokens matter
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, lambda x: x >= 0, "finite and at least 0")
+        _number("temperature", self.temperature, lambda x: 0 <= x <= 1e30, "0 .. 1e30")
         _number("top_p", self.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1")
         _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "0 .. 1")
         _number("xtc_probability", self.xtc_probability, lambda x: 0 <= x <= 1, "0 .. 1")
