@@ -42,7 +42,7 @@ cdef inline int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t cou
         blocks_short(b, v, arena, -1, -1, count, count - available)
         v.evictable = available - b.num_blank
         return v.reason
-    blocks_take_raw(b, ids, <int32_t>count, True)
+    take(b, ids, <int32_t>count, True, True)
     pool.blocks.digest = mix_tokens(begin_mix(pool, arena, OP_ALLOC), ids, count)
     return OK
 
@@ -510,7 +510,7 @@ cdef class BlockAPI:
                 pool_enter(self.state, "take")
                 if self.state.blocks.digest == seen:
                     status = OK
-                    blocks_take_raw(b, ids, <int32_t>count, False)
+                    take(b, ids, <int32_t>count, True, False)
                     self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE), ids,
                                                           <int32_t>count)
                 pool_leave(self.state)

@@ -183,10 +183,6 @@ cdef void blocks_take_many(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
     take(b, out, n, False, True)
 
 
-cdef void blocks_take_raw(Blocks* b, int32_t* out, int32_t n, bint note) noexcept nogil:
-    take(b, out, n, True, note)
-
-
 cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
     """Nobody refers to block i any more: to limbo while a step is pending, else where it belongs."""
     b.num_used -= 1
@@ -238,10 +234,6 @@ cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t time
         shared += before <= 1 and before + times > 1
         block[ids[k]].refcount = before + times
     b.num_shared += shared
-
-
-cdef void blocks_unref(Blocks* b, int32_t i) noexcept nogil:
-    unref(b, i)
 
 
 cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
@@ -298,10 +290,6 @@ cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
         block.place = USED
         now_used(b, 1)
     ref(b, i)
-
-
-cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
-    touch(b, i)
 
 
 cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:

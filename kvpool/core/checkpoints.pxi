@@ -185,7 +185,7 @@ cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil:
             blocks_drop(b, ids[k])
         else:
             b.block[ids[k]].committed = False
-            blocks_unref(b, ids[k])
+            unref(b, ids[k])
     if checkpoint.node != NO_NODE:
         checkpoint_hide(gs, m)
     checkpoint.position = 0
@@ -295,7 +295,7 @@ cdef void begin_load(Groups* gs, int32_t slot, int32_t m) noexcept nogil:
     t.checkpoint[m].loads += 1
     checkpoint_unlist(t, m)
     for k in range(t.bundle_size if t.checkpoint[m].loads == 1 else 0):
-        blocks_touch(gs.arena[0], checkpoint_bundle(t, m)[k])
+        touch(gs.arena[0], checkpoint_bundle(t, m)[k])
 
 
 cdef void end_load(Groups* gs, int32_t first) noexcept nogil:
@@ -396,7 +396,7 @@ cdef void tree_loads(Groups* gs, const Step* p, bint advance) noexcept nogil:
     if t.num_loads == 0 or not advance:
         return
     for i in range(p.num_rows):
-        if q_len_of(p, i, &at) == 0:
+        if event_of(p, i, &at).q_len == 0:
             continue
         slot = slot_of(p.handle[i])
         first = gs.group[t.state_group].table[slot]
@@ -438,7 +438,7 @@ cdef void tree_saves(Groups* gs, const Step* p) noexcept nogil:
     if t.bundle_size == 0 or not t.can_restore:
         return
     for i in range(p.num_rows):
-        if q_len_of(p, i, &at) == 0:
+        if event_of(p, i, &at).q_len == 0:
             continue
         slot = slot_of(p.handle[i])
         length = p.length[i]

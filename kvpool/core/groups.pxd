@@ -136,7 +136,6 @@ cdef struct Event:              # a row that did more than put one token into it
 
 
 cdef struct Replaced:           # undo log: a table entry that a step changed
-    int32_t row
     int32_t index               # in the table
     int32_t old
     int32_t new

@@ -73,6 +73,5 @@ cdef class Plan:
     cdef list owners(self, str name)
     cdef int attach(self, dict arrays, str call) except -1
     cdef int show_arrays(self, dict arrays) except -1
-    cdef int watch(self, Bound* bound, int part, int field, object array, str call) except -1
     cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1

@@ -40,9 +40,16 @@ cdef int pool_fork(State* pool, int64_t handle, int64_t count, int64_t* children
     return OK
 
 
+cdef int judge_pending(const State* pool, int32_t slot, Py_ssize_t row, Verdict* v) noexcept nogil:
+    """Tokens leave no sequence that is a row of a pending plan."""
+    cdef int64_t step = pool.seqs.seq[slot].last_step
+    if pool.blocks.newest_pending and step >= pool.blocks.oldest_pending:
+        return refused(v, PENDING_ROW, row, step, 0, 0, 0)
+    return OK
+
+
 cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil:
     cdef Seqs* s = &pool.seqs
-    cdef Blocks* b = &pool.blocks
     cdef Py_ssize_t k
     cdef int64_t length
     cdef int32_t slot
@@ -56,9 +63,7 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
         length = ints_at(lengths, k)
         if not s.life[slot].point <= length <= q.num_tokens:
             return refused(v, BAD_LENGTH, k, length, s.life[slot].point, q.num_tokens, 0)
-        if b.newest_pending and q.last_step >= b.oldest_pending:
-            return refused(v, PENDING_ROW, k, q.last_step, 0, 0, 0)
-        if groups_judge_length(pool.groups, k, slot, length, v) != OK:
+        if judge_pending(pool, slot, k, v) != OK or groups_judge_length(pool.groups, k, slot, length, v) != OK:
             return v.reason
     for k in range(batch.size):
         groups_truncate(pool.groups, slot_of(ints_at(batch, k)), ints_at(lengths, k))
@@ -93,7 +98,8 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
     if length and not least <= length <= most:
         return refused(v, BAD_LOAD, -1, length, least, most, 0)
     is_open[0] = q.handle != -1
-    seq_end_load(s, slot)
+    s.life[slot].life = OPEN
+    q.handle = seq_made(s, slot)
     b.digest = mix(mix(mix(b.digest, OP_LOADED), untagged(s, handle)), length)
     if not is_open[0]:
         close_slot(pool, slot)

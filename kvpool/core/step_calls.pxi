@@ -106,11 +106,6 @@ cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept
     return status
 
 
-cdef void pass_step(State* pool, Step* p) noexcept nogil:
-    pending_remove(&pool.pending, p)
-    step_pass(pool.groups, &pool.pending, p)
-
-
 cdef int pool_done(State* pool, Plan plan, void** passed, int32_t* count, Verdict* v) noexcept nogil:
     """Note that a plan was executed; it passes, and others that waited for it, oldest first.
 
@@ -127,7 +122,8 @@ cdef int pool_done(State* pool, Plan plan, void** passed, int32_t* count, Verdic
         passed[count[0]] = p.plan
         count[0] += 1
         add_reference(p.plan)
-        pass_step(pool, p)
+        pending_remove(&pool.pending, p)
+        step_pass(pool.groups, &pool.pending, p)
         p = pool.pending.oldest
     return OK
 
