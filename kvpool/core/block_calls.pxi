@@ -518,36 +518,6 @@ cdef class BlockAPI:
         finally:
             ints_free(&room)
 
-    def take_block(self, block):
-        """Take one blank block by its id, with one reference. O(blank blocks that would be taken before it).
-
-        Raises
-        ------
-        ValueError
-            It is not blank: `touch` takes a cached one. State unchanged.
-        IndexError
-            No such block. State unchanged.
-        """
-        cdef Blocks* b
-        cdef Verdict v
-        cdef int64_t i = to_int(block, "take_block", "block", INT64_MIN, INT64_MAX, IndexError)
-        cdef int32_t id
-        cdef int status = OK
-        pool_enter(self.state, "take_block")
-        b = self.at()
-        if has_tree(self.state):
-            status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
-        elif i < 0 or i >= b.num_blocks:
-            status = refused(&v, NO_SUCH_BLOCK, 0, i, 0, b.num_blocks - 1, 0)
-        elif b.block[i].place != BLANK:
-            status = refused(&v, NOT_BLANK, 0, i, 0, 0, 0)
-        else:
-            id = <int32_t>i
-            blocks_take_empty(b, &id, 1)
-            own(b, id, True)
-            self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE_BLOCK), &id, 1)
-        pool_end(self.state, status, &v, "take_block")
-
     def touch(self, ids, *, blank=False):
         """One reference more on each block, in use or cached: a hit. Free ones are in use from now on.
 
