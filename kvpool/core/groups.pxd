@@ -224,8 +224,8 @@ cdef struct Groups:
     int64_t[MAX_ARENAS] needed  # blocks that the step at hand takes
     LayerGroup[MAX_GROUPS] group
     int32_t num_groups
-    Blocks* arena[MAX_ARENAS]   # the first is the pool's
-    Blocks* more                # memory of the others, [num_arenas - 1]
+    Blocks* arena[MAX_ARENAS]   # the first is the pool's,
+    Blocks[MAX_GROUPS] more     # the others are these
     int32_t num_arenas
     Seqs* seqs                  # handles and lengths, common to all groups
     int64_t block_size          # of the pool

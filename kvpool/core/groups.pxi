@@ -53,7 +53,6 @@ cdef void groups_free(Groups* gs) noexcept nogil:
         blocks_free(gs.arena[k])
     if gs.tree != NULL:
         tree_free(gs)
-    xfree(gs.more)
     xfree(gs)
 
 

@@ -129,3 +129,31 @@ cdef int pool_table(State* pool, int64_t handle, int64_t group, const int32_t** 
     if g.kind != STATE_LAYERS:
         columns[0] = g.columns
     return OK
+
+
+ctypedef int (*FindIds)(State* pool, int64_t handle, int64_t group, const int32_t** ids, int64_t* n, int32_t* columns,
+                        Verdict* v) noexcept nogil
+
+
+cdef object copy_ids(State* pool, int64_t handle, int64_t group, str call, FindIds find, int32_t* columns):
+    """A copy of the ids that `find` tells of a sequence and a group."""
+    cdef int64_t found = -1
+    cdef int64_t room = -1
+    cdef const int32_t* ids = NULL
+    cdef int32_t* data = NULL
+    cdef Verdict v
+    cdef int status = RETRY
+    copy = None
+    while status == RETRY:
+        room = found
+        if room >= 0:
+            copy = new_int32(room)
+            data = <int32_t*>array_data(copy)
+        pool_enter(pool, call)
+        status = find(pool, handle, group, &ids, &found, columns, &v)
+        if status == OK and found != room:
+            status = RETRY
+        elif status == OK and found:
+            memcpy(data, ids, room * sizeof(int32_t))
+        pool_end(pool, OK if status == RETRY else status, &v, call)
+    return copy
