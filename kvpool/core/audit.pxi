@@ -234,6 +234,7 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
     cdef int32_t k, made = 0
     if blocks_check(b, seen, finding) or check_fences(b, pending, finding):
         return True
+    memset(seen, 0, b.num_blocks * sizeof(int32_t))
     for k in range(gs.num_groups):
         if gs.group[k].arena == arena and check_group(gs, &gs.group[k], seen, finding):
             return True
@@ -242,6 +243,7 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
     if check_references(b, seen, finding):
         return True
     memset(seen, 0, b.num_blocks * sizeof(int32_t))
+    memset(floors, 0, b.num_blocks * sizeof(int32_t))
     while p != NULL:
         for k in range(gs.num_groups):
             if gs.group[k].arena == arena:
@@ -253,13 +255,11 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
 @cython.callspec("KV_COLD")
 cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, int32_t room, char*
                        finding) noexcept nogil:
-    """The first invariant of the groups that does not hold, in words. `seen`: twice `room` zeros, for blocks, nodes."""
+    """The first invariant of the groups that does not hold, in words. `seen`: twice `room` numbers, to count in."""
     cdef int32_t k
     if seqs_check(gs, finding):
         return True
     for k in range(gs.num_arenas):
         if check_arena(gs, k, pending, seen, seen + room, finding):
             return True
-        memset(seen, 0, gs.arena[k].num_blocks * sizeof(int32_t))
-        memset(seen + room, 0, gs.arena[k].num_blocks * sizeof(int32_t))
     return gs.tree != NULL and tree_check(gs, seen, finding)

@@ -535,20 +535,20 @@ cdef bint check_block(const Blocks* b, int32_t i, char* finding) noexcept nogil:
 
 cdef bint check_ids(const Blocks* b, const int32_t* ids, int32_t n, bint noted, const char* name, int32_t* seen,
                     char* finding) noexcept nogil:
-    """The blank stack, or the dropped list, names each of its blocks once; `seen` is zero, and is again."""
+    """The blank stack, or the dropped list, names each of its blocks once."""
     cdef int32_t k, id
+    memset(seen, 0, b.num_blocks * sizeof(int32_t))
     for k in range(n):
         id = ids[k]
         if (id < b.reserved or id >= b.num_blocks or seen[id]
                 or (b.block[id].noted == 0 if noted else b.block[id].place != BLANK)):
             return found(finding, b"%s holds block %d at %d", name, id, k)
         seen[id] = 1
-    memset(seen, 0, b.num_blocks * sizeof(int32_t))
     return False
 
 
 cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
-    """Whether an invariant does not hold; the first one, in words. `seen` is zero for every block. O(num_blocks)."""
+    """Whether an invariant does not hold; the first one, in words. `seen`: room for a number a block. O(num_blocks)."""
     cdef int32_t i, shared = 0, settled = 0, noted = 0
     cdef int32_t[5] places
     if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):

@@ -1151,7 +1151,7 @@ cdef class Pool:
         cdef int32_t* seen
         pool_enter(&self.state, "check")
         room = audit_room(&self.state)
-        seen = <int32_t*>xcalloc(2 * <size_t>room + 1, sizeof(int32_t))
+        seen = <int32_t*>xmalloc((2 * <size_t>room + 1) * sizeof(int32_t))
         wrong = seen != NULL and find_fault(&self.state, seen, room, finding)
         pool_leave(&self.state)
         if seen == NULL:

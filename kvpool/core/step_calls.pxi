@@ -175,7 +175,7 @@ cdef int32_t audit_room(State* pool) noexcept nogil:
 
 
 cdef bint find_fault(State* pool, int32_t* seen, int32_t room, char* finding) noexcept nogil:
-    """`seen` has twice `room` numbers, all zero."""
+    """`seen`: twice `room` numbers, to count in."""
     if has_tree(pool) and check_names(pool, finding):
         return True
     return groups_check(pool.groups, &pool.pending, seen, room, finding)
