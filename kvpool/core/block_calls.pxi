@@ -162,9 +162,7 @@ cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint optio
     status = judge_blocks(b, given, op, has_tree(pool) if op == OP_INCREF else option, ids, &n, v)
     if status != OK:
         return status
-    if op == OP_INCREF:
-        blocks_ref_raw(b, ids, n)
-    elif op == OP_TOUCH:
+    if op == OP_INCREF or op == OP_TOUCH:
         if option:
             blocks_take_empty(b, ids, n)
         blocks_revive_many(b, ids, n)

@@ -294,7 +294,7 @@ cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
 
 
 cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    """A hit on n blocks: a raw reference more on each; what is counted stays in registers, as in `blocks_ref_many`."""
+    """A raw reference more on each of n blocks, in use or cached; counted in registers, as in `blocks_ref_many`."""
     cdef Block* block = b.block
     cdef int32_t k, i, shared = 0
     for k in range(n):
@@ -324,13 +324,6 @@ cdef int32_t blocks_evict(Blocks* b) noexcept nogil:
 
 
 # ---- blocks by name, for tables that are not ours ----------------------------------------------------------
-
-cdef void blocks_ref_raw(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    cdef int32_t k
-    for k in range(n):
-        ref(b, ids[k])
-        b.block[ids[k]].raw += 1
-
 
 cdef void blocks_unref_raw(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     """A raw reference less on each of n blocks, in their order; what is counted stays in registers."""

@@ -90,11 +90,9 @@ cdef void part_free(StepPart* part) noexcept nogil:
     xfree(part.slot)
     xfree(part.stale)
     xfree(part.log.entry)
-    part.change = NULL
-    part.slot = NULL
-    part.stale = NULL
-    part.log.entry = NULL
-    part.max_rows = 0
+    xfree(part.wire.row)
+    xfree(part.wire.seen)
+    memset(part, 0, sizeof(StepPart))
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------

@@ -122,7 +122,6 @@ cdef class PlanGroup:
 
     def __dealloc__(self):
         part_free(&self.data)
-        wire_free(&self.data.wire)
 
     def __reduce__(self):
         raise TypeError("[PlanGroup] arrays of a plan cannot be pickled or copied")

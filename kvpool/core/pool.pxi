@@ -1152,7 +1152,7 @@ cdef class Pool:
         pool_enter(&self.state, "check")
         room = audit_room(&self.state)
         seen = <int32_t*>xmalloc((2 * <size_t>room + 1) * sizeof(int32_t))
-        wrong = seen != NULL and find_fault(&self.state, seen, room, finding)
+        wrong = seen != NULL and groups_check(self.state.groups, &self.state.pending, seen, room, finding)
         pool_leave(&self.state)
         if seen == NULL:
             raise MemoryError(f"[check] no memory for {room} blocks or nodes")

@@ -17,22 +17,6 @@ cdef Name* enter_name(State* pool, Name* known, uint64_t hash, const char* space
     return name
 
 
-cdef bint check_names(State* pool, char* finding) noexcept nogil:
-    """Whether a namespace counts another number of users than it has. O(nodes + sequences + names)."""
-    cdef Index* ix = &pool.index
-    cdef Tree* t = pool.groups.tree
-    cdef int32_t i
-    names_count_anew(&ix.names)
-    for i in range(t.fresh_node):
-        if t.node[i].depth and t.node[i].name >= 0 and names_count(&ix.names, t.node[i].name, finding):
-            return True
-    for i in range(pool.seqs.max_seqs):
-        if (seq_has_blocks(&pool.seqs, i) and pool.seqs.prefix[i].name != NULL
-                and names_count(&ix.names, pool.seqs.prefix[i].name.slot, finding)):
-            return True
-    return names_check(&ix.names, finding)
-
-
 cdef int64_t pool_next_handle(State* pool) noexcept nogil:
     """The handle that the next sequence gets; -1: there is no room for one."""
     return seq_next_handle(&pool.seqs) if pool.seqs.num_free_slots else -1

@@ -954,6 +954,22 @@ cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept no
     return False
 
 
+cdef bint check_names(const Groups* gs, char* finding) noexcept nogil:
+    """Whether a namespace counts another number of users than it has. O(nodes + sequences + names)."""
+    cdef const Tree* t = gs.tree
+    cdef const Names* names = &t.index.names
+    cdef int32_t i
+    names_count_anew(names)
+    for i in range(t.fresh_node):
+        if t.node[i].depth and t.node[i].name >= 0 and names_count(names, t.node[i].name, finding):
+            return True
+    for i in range(gs.seqs.max_seqs):
+        if (seq_has_blocks(gs.seqs, i) and gs.seqs.prefix[i].name != NULL
+                and names_count(names, gs.seqs.prefix[i].name.slot, finding)):
+            return True
+    return names_check(names, finding)
+
+
 cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept nogil:
     """The first invariant of the tree that does not hold, in words. O(nodes + blocks + windows).
 
@@ -961,7 +977,7 @@ cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept no
     """
     cdef const Tree* t = gs.tree
     cdef int32_t n, k, slot
-    if check_found(t, finding) or check_users(gs, seen, finding):
+    if check_names(gs, finding) or check_found(t, finding) or check_users(gs, seen, finding):
         return True
     if t.needs_checkpoints and check_below(t, seen, finding):
         return True

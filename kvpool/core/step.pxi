@@ -739,7 +739,7 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
             break
         if not seldom(q.lead.next_slot >= q.lead.stop_slot):
             tail = &block[q.lead.block]
-            if (tail.refcount ^ 1) | tail.hold | tail.committed:
+            if not is_own(tail):
                 break
             if seldom(looked or seen[i] != q.lead.version):     # what the plan shows was within its limits
                 if narrow and not within(gs, p, q, limits):

@@ -40,11 +40,6 @@ cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
     return OK
 
 
-cdef void wire_free(Wire* w) noexcept nogil:
-    xfree(w.row)
-    xfree(w.seen)
-
-
 cdef void wire_forget(Wire* w, int32_t rows, bint tables) noexcept nogil:
     """Make rows dirty in the next step. `tables`: that array was rebound, so it may hold anything."""
     cdef int32_t i
