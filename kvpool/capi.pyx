@@ -476,9 +476,9 @@ cdef int end(kvpool_pool* pool_, kvpool_plan* plan_, str call, bint is_done) noe
         pool = get_pool(pool_, call)
         plan = pool.check_plan(get_plan(plan_, call), call)
         if is_done:
-            pool.end_done(plan, call)
+            pool.end_done(plan)
         else:
-            pool.end_rollback(plan, call)
+            pool.end_rollback(plan)
     except BaseException as error:
         status = failed(error)
     return status

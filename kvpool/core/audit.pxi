@@ -1,29 +1,13 @@
 """What `check` recomputes of sequences, groups and steps, and what a fingerprint is made of."""
 
 
-cdef uint64_t log_fingerprint(const Log* log, uint64_t h) noexcept nogil:
-    cdef const Replaced* entry
-    cdef int32_t i
-    for i in range(log.size):
-        entry = &log.entry[i]
-        h = mix(mix(h, entry.index), (<uint64_t>entry.old << 32) | <uint32_t>entry.new)
-        h = mix(h, entry.tokens)
-    return h
-
-
 cdef uint64_t step_fingerprint(const Step* p, const Seqs* s, uint64_t h, int64_t next_step) noexcept nogil:
     """Hash of a pending step: what its end will do."""
     cdef int32_t i, at = 0
-    cdef Event plain
-    cdef const Event* event
-    plain.q_len = 1
-    plain.appended = 0
+    cdef Event event
     h = mix(mix(mix(h, next_step - p.id), p.num_rows), p.noted_done)
     for i in range(p.num_rows):
-        event = &plain
-        if at < p.num_events and p.event[at].row == i:
-            event = &p.event[at]
-            at += 1
+        event = event_of(p, i, &at)
         h = mix(h, untagged(s, p.handle[i]))
         h = mix(h, next_step - p.prev_step[i] if p.prev_step[i] else 0)
         h = mix(mix(h, event.q_len), event.appended)
@@ -73,11 +57,16 @@ cdef bint compare_holds(const Blocks* b, const int32_t* holds, const int32_t* fl
 
 
 cdef uint64_t part_fingerprint(const StepPart* part, uint64_t h) noexcept nogil:
+    cdef const Replaced* entry
     cdef int32_t i
     for i in range(part.num_changes):
         h = mix(mix(h, part.change[i].row),
                 (<uint64_t>part.change[i].appended << 32) | <uint32_t>part.change[i].replaced)
-    return log_fingerprint(&part.log, h)
+    for i in range(part.log.size):
+        entry = &part.log.entry[i]
+        h = mix(mix(h, entry.index), (<uint64_t>entry.old << 32) | <uint32_t>entry.new)
+        h = mix(h, entry.tokens)
+    return h
 
 
 @cython.callspec("KV_COLD")
@@ -245,6 +234,7 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
     cdef int32_t k, made = 0
     if blocks_check(b, seen, finding) or check_fences(b, pending, finding):
         return True
+    memset(seen, 0, b.num_blocks * sizeof(int32_t))
     for k in range(gs.num_groups):
         if gs.group[k].arena == arena and check_group(gs, &gs.group[k], seen, finding):
             return True
@@ -253,6 +243,7 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
     if check_references(b, seen, finding):
         return True
     memset(seen, 0, b.num_blocks * sizeof(int32_t))
+    memset(floors, 0, b.num_blocks * sizeof(int32_t))
     while p != NULL:
         for k in range(gs.num_groups):
             if gs.group[k].arena == arena:
@@ -264,13 +255,11 @@ cdef bint check_arena(const Groups* gs, int32_t arena, const Pending* pending, i
 @cython.callspec("KV_COLD")
 cdef bint groups_check(const Groups* gs, const Pending* pending, int32_t* seen, int32_t room, char*
                        finding) noexcept nogil:
-    """The first invariant of the groups that does not hold, in words. `seen`: twice `room` zeros, for blocks, nodes."""
+    """The first invariant of the groups that does not hold, in words. `seen`: twice `room` numbers, to count in."""
     cdef int32_t k
     if seqs_check(gs, finding):
         return True
     for k in range(gs.num_arenas):
         if check_arena(gs, k, pending, seen, seen + room, finding):
             return True
-        memset(seen, 0, gs.arena[k].num_blocks * sizeof(int32_t))
-        memset(seen + room, 0, gs.arena[k].num_blocks * sizeof(int32_t))
     return gs.tree != NULL and tree_check(gs, seen, finding)

@@ -42,7 +42,7 @@ cdef inline int pool_alloc(State* pool, int32_t arena, int32_t* ids, int64_t cou
         blocks_short(b, v, arena, -1, -1, count, count - available)
         v.evictable = available - b.num_blank
         return v.reason
-    blocks_take_raw(b, ids, <int32_t>count, True)
+    take(b, ids, <int32_t>count, True, True)
     pool.blocks.digest = mix_tokens(begin_mix(pool, arena, OP_ALLOC), ids, count)
     return OK
 
@@ -72,18 +72,6 @@ cdef int pool_drain_evicted(State* pool, int32_t arena, int32_t* ids, int32_t co
         b.block[ids[k]].noted = 0
     b.num_dropped = 0
     return OK
-
-
-cdef int64_t count_references(const Blocks* b, int64_t* counts, int64_t size) noexcept nogil:
-    """Entries that the histogram has; it is filled if `size` is that."""
-    cdef int32_t i, most = 0
-    for i in range(b.reserved, b.num_blocks):
-        most = max(most, b.block[i].refcount)
-    if size == <int64_t>most + 1:
-        memset(counts, 0, size * sizeof(int64_t))
-        for i in range(b.reserved, b.num_blocks):
-            counts[b.block[i].refcount] += 1
-    return <int64_t>most + 1
 
 
 cdef int judge_range(const Blocks* b, const Ints* given, Py_ssize_t start, Verdict* v) noexcept nogil:
@@ -174,9 +162,7 @@ cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint optio
     status = judge_blocks(b, given, op, has_tree(pool) if op == OP_INCREF else option, ids, &n, v)
     if status != OK:
         return status
-    if op == OP_INCREF:
-        blocks_ref_raw(b, ids, n)
-    elif op == OP_TOUCH:
+    if op == OP_INCREF or op == OP_TOUCH:
         if option:
             blocks_take_empty(b, ids, n)
         blocks_revive_many(b, ids, n)
@@ -510,43 +496,13 @@ cdef class BlockAPI:
                 pool_enter(self.state, "take")
                 if self.state.blocks.digest == seen:
                     status = OK
-                    blocks_take_raw(b, ids, <int32_t>count, False)
+                    take(b, ids, <int32_t>count, True, False)
                     self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE), ids,
                                                           <int32_t>count)
                 pool_leave(self.state)
             return result
         finally:
             ints_free(&room)
-
-    def take_block(self, block):
-        """Take one blank block by its id, with one reference. O(blank blocks that would be taken before it).
-
-        Raises
-        ------
-        ValueError
-            It is not blank: `touch` takes a cached one. State unchanged.
-        IndexError
-            No such block. State unchanged.
-        """
-        cdef Blocks* b
-        cdef Verdict v
-        cdef int64_t i = to_int(block, "take_block", "block", INT64_MIN, INT64_MAX, IndexError)
-        cdef int32_t id
-        cdef int status = OK
-        pool_enter(self.state, "take_block")
-        b = self.at()
-        if has_tree(self.state):
-            status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
-        elif i < 0 or i >= b.num_blocks:
-            status = refused(&v, NO_SUCH_BLOCK, 0, i, 0, b.num_blocks - 1, 0)
-        elif b.block[i].place != BLANK:
-            status = refused(&v, NOT_BLANK, 0, i, 0, 0, 0)
-        else:
-            id = <int32_t>i
-            blocks_take_empty(b, &id, 1)
-            own(b, id, True)
-            self.state.blocks.digest = mix_tokens(begin_mix(self.state, self.number, OP_TAKE_BLOCK), &id, 1)
-        pool_end(self.state, status, &v, "take_block")
 
     def touch(self, ids, *, blank=False):
         """One reference more on each block, in use or cached: a hit. Free ones are in use from now on.
@@ -700,19 +656,6 @@ cdef class BlockAPI:
             There is no such block.
         """
         return self.each(ids, "is_cached", True).astype(bool)
-
-    def refcount_histogram(self):
-        """How many unreserved blocks have 0, 1, 2, ... references; int64 ``(max refcount + 1,)``. O(num_blocks)."""
-        cdef int64_t size = 0, found = -1
-        cdef int64_t* data
-        while found != size:
-            size = max(found, 0)
-            counts = new_int64(size)
-            data = <int64_t*>array_data(counts)
-            pool_enter(self.state, "refcount_histogram")
-            found = count_references(self.at(), data, size)
-            pool_leave(self.state)
-        return counts
 
     def free_order(self, n=None):
         """Ids of the next `n` blocks that `take` gives, of all free ones without `n`; int32. Nothing changes.

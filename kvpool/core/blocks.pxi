@@ -4,6 +4,7 @@ cdef extern from *:
     """
     #include <stdarg.h>
     #define KV_COLD __attribute__((cold))       /* for size, and so is what only such functions call */
+    #define KV_SELDOM __attribute__((noinline)) /* called where `seldom` says so: out of the registers of its callers */
     enum { KV_FINDING = 256 };                  /* bytes of what a check found, in words */
     static KV_COLD int kv_found(char *finding, const char *text, ...) {
         va_list values;
@@ -183,10 +184,6 @@ cdef void blocks_take_many(Blocks* b, int32_t* out, int32_t n) noexcept nogil:
     take(b, out, n, False, True)
 
 
-cdef void blocks_take_raw(Blocks* b, int32_t* out, int32_t n, bint note) noexcept nogil:
-    take(b, out, n, True, note)
-
-
 cdef inline void leave_use(Blocks* b, int32_t i) noexcept nogil:
     """Nobody refers to block i any more: to limbo while a step is pending, else where it belongs."""
     b.num_used -= 1
@@ -238,10 +235,6 @@ cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t time
         shared += before <= 1 and before + times > 1
         block[ids[k]].refcount = before + times
     b.num_shared += shared
-
-
-cdef void blocks_unref(Blocks* b, int32_t i) noexcept nogil:
-    unref(b, i)
 
 
 cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
@@ -300,12 +293,8 @@ cdef inline void touch(Blocks* b, int32_t i) noexcept nogil:
     ref(b, i)
 
 
-cdef void blocks_touch(Blocks* b, int32_t i) noexcept nogil:
-    touch(b, i)
-
-
 cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    """A hit on n blocks: a raw reference more on each; what is counted stays in registers, as in `blocks_ref_many`."""
+    """A raw reference more on each of n blocks, in use or cached; counted in registers, as in `blocks_ref_many`."""
     cdef Block* block = b.block
     cdef int32_t k, i, shared = 0
     for k in range(n):
@@ -335,13 +324,6 @@ cdef int32_t blocks_evict(Blocks* b) noexcept nogil:
 
 
 # ---- blocks by name, for tables that are not ours ----------------------------------------------------------
-
-cdef void blocks_ref_raw(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
-    cdef int32_t k
-    for k in range(n):
-        ref(b, ids[k])
-        b.block[ids[k]].raw += 1
-
 
 cdef void blocks_unref_raw(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     """A raw reference less on each of n blocks, in their order; what is counted stays in registers."""
@@ -547,20 +529,20 @@ cdef bint check_block(const Blocks* b, int32_t i, char* finding) noexcept nogil:
 
 cdef bint check_ids(const Blocks* b, const int32_t* ids, int32_t n, bint noted, const char* name, int32_t* seen,
                     char* finding) noexcept nogil:
-    """The blank stack, or the dropped list, names each of its blocks once; `seen` is zero, and is again."""
+    """The blank stack, or the dropped list, names each of its blocks once."""
     cdef int32_t k, id
+    memset(seen, 0, b.num_blocks * sizeof(int32_t))
     for k in range(n):
         id = ids[k]
         if (id < b.reserved or id >= b.num_blocks or seen[id]
                 or (b.block[id].noted == 0 if noted else b.block[id].place != BLANK)):
             return found(finding, b"%s holds block %d at %d", name, id, k)
         seen[id] = 1
-    memset(seen, 0, b.num_blocks * sizeof(int32_t))
     return False
 
 
 cdef bint blocks_check(const Blocks* b, int32_t* seen, char* finding) noexcept nogil:
-    """Whether an invariant does not hold; the first one, in words. `seen` is zero for every block. O(num_blocks)."""
+    """Whether an invariant does not hold; the first one, in words. `seen`: room for a number a block. O(num_blocks)."""
     cdef int32_t i, shared = 0, settled = 0, noted = 0
     cdef int32_t[5] places
     if not (0 <= b.num_blank <= b.num_blocks and 0 <= b.num_dropped <= b.num_blocks):

@@ -185,7 +185,7 @@ cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil:
             blocks_drop(b, ids[k])
         else:
             b.block[ids[k]].committed = False
-            blocks_unref(b, ids[k])
+            unref(b, ids[k])
     if checkpoint.node != NO_NODE:
         checkpoint_hide(gs, m)
     checkpoint.position = 0
@@ -295,7 +295,7 @@ cdef void begin_load(Groups* gs, int32_t slot, int32_t m) noexcept nogil:
     t.checkpoint[m].loads += 1
     checkpoint_unlist(t, m)
     for k in range(t.bundle_size if t.checkpoint[m].loads == 1 else 0):
-        blocks_touch(gs.arena[0], checkpoint_bundle(t, m)[k])
+        touch(gs.arena[0], checkpoint_bundle(t, m)[k])
 
 
 cdef void end_load(Groups* gs, int32_t first) noexcept nogil:
@@ -396,7 +396,7 @@ cdef void tree_loads(Groups* gs, const Step* p, bint advance) noexcept nogil:
     if t.num_loads == 0 or not advance:
         return
     for i in range(p.num_rows):
-        if q_len_of(p, i, &at) == 0:
+        if event_of(p, i, &at).q_len == 0:
             continue
         slot = slot_of(p.handle[i])
         first = gs.group[t.state_group].table[slot]
@@ -438,7 +438,7 @@ cdef void tree_saves(Groups* gs, const Step* p) noexcept nogil:
     if t.bundle_size == 0 or not t.can_restore:
         return
     for i in range(p.num_rows):
-        if q_len_of(p, i, &at) == 0:
+        if event_of(p, i, &at).q_len == 0:
             continue
         slot = slot_of(p.handle[i])
         length = p.length[i]
@@ -517,17 +517,17 @@ cdef bint check_checkpoint(const Groups* gs, int32_t m, int32_t loads, char* fin
 
 
 cdef bint check_bundles(const Groups* gs, int32_t* named, char* finding) noexcept nogil:
-    """Each block of a bundle is of one checkpoint. `named` is zero for each block, and is again."""
+    """Each block of a bundle is of one checkpoint."""
     cdef const Tree* t = gs.tree
-    cdef int32_t m, k, id, times
+    cdef int32_t m, k, id
+    memset(named, 0, gs.arena[0].num_blocks * sizeof(int32_t))
     for m in range(t.fresh_checkpoint):
         for k in range(t.bundle_size if t.checkpoint[m].position else 0):
             named[checkpoint_bundle(t, m)[k]] += 1
     for id in range(gs.arena[0].num_blocks):
-        times = named[id]
-        named[id] = 0
-        if times != (t.stands[0][id].role == BUNDLE):
-            return found(finding, b"block %d has role %d, %d checkpoints name it", id, <int>t.stands[0][id].role, times)
+        if named[id] != (t.stands[0][id].role == BUNDLE):
+            return found(finding, b"block %d has role %d, %d checkpoints name it", id, <int>t.stands[0][id].role,
+                         named[id])
     return False
 
 
@@ -547,20 +547,19 @@ cdef bint check_checkpoint_line(const Tree* t, const Line* line, int32_t* count,
 
 
 cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil:
-    """All checkpoints, their lines and their counters. `loads` is zero for each and for each block, and is again."""
+    """All checkpoints, their lines and their counters; `loads` counts in turn for checkpoints and for blocks."""
     cdef const Tree* t = gs.tree
     cdef int32_t slots = gs.group[t.state_group].blocks.num_blocks if t.state_group >= 0 else 0
-    cdef int32_t m, k, count, saves = 0, listed = 0, in_lines = 0, num_loads = 0
+    cdef int32_t m, k, saves = 0, listed = 0, in_lines = 0, num_loads = 0
+    memset(loads, 0, t.fresh_checkpoint * sizeof(int32_t))
     for k in range(slots):
         if t.load[k] != NO_CHECKPOINT:
             loads[t.load[k]] += 1
             num_loads += 1
     for m in range(t.fresh_checkpoint):
-        count = loads[m]
-        loads[m] = 0
         saves += (t.checkpoint[m].position > 0) & (t.checkpoint[m].step != 0)
         listed += (t.checkpoint[m].position > 0) & t.checkpoint[m].listed
-        if t.checkpoint[m].position and check_checkpoint(gs, m, count, finding):
+        if t.checkpoint[m].position and check_checkpoint(gs, m, loads[m], finding):
             return True
     for k in range(2):
         if check_checkpoint_line(t, &t.listed[k], &in_lines, finding):

@@ -28,12 +28,6 @@ cdef int pool_kv_len(State* pool, int64_t handle, int64_t group, int64_t* length
     return OK
 
 
-cdef int judge_eviction(State* pool, int32_t slot, Py_ssize_t row, Verdict* v) noexcept nogil:
-    if pool.blocks.newest_pending and pool.seqs.seq[slot].last_step >= pool.blocks.oldest_pending:
-        return refused(v, PENDING_ROW, row, pool.seqs.seq[slot].last_step, 0, 0, 0)
-    return OK
-
-
 cdef int pool_unshare(State* pool, Plan plan, int64_t group, const Ints* rows, const Ints* lengths, int64_t first,
                       Verdict* v) noexcept nogil:
     """RETRY: the plan has no room for the copies, of which there are `v.value`."""
@@ -85,7 +79,7 @@ cdef int pool_compact(State* pool, int64_t group, Ints* batch, const Ints* lengt
         held = held_in(pool, <int32_t>group, slot)
         if not 0 <= length <= held:
             return refused(v, BAD_LENGTH, k, length, 0, held, 0)
-        if (judge_eviction(pool, slot, k, v) != OK
+        if (judge_pending(pool, slot, k, v) != OK
                 or judge_rewrites(pool, <int32_t>group, slot, first, length, k, v) != OK):
             return v.reason
     for k in range(batch.size):
@@ -111,7 +105,7 @@ cdef int pool_evict_blocks(State* pool, int64_t handle, int64_t group, Ints* pla
             return refused(v, BAD_INDEX, k, place, 0, full, 0)
         if k and place <= ints_at(places, k - 1):
             return refused(v, INDEX_ORDER, k, place, 0, 0, ints_at(places, k - 1))
-    if judge_eviction(pool, slot, -1, v) != OK:
+    if judge_pending(pool, slot, -1, v) != OK:
         return v.reason
     groups_evict(pool.groups, <int32_t>group, slot, places)
     return OK

@@ -53,7 +53,6 @@ cdef void groups_free(Groups* gs) noexcept nogil:
         blocks_free(gs.arena[k])
     if gs.tree != NULL:
         tree_free(gs)
-    xfree(gs.more)
     xfree(gs)
 
 
@@ -91,11 +90,9 @@ cdef void part_free(StepPart* part) noexcept nogil:
     xfree(part.slot)
     xfree(part.stale)
     xfree(part.log.entry)
-    part.change = NULL
-    part.slot = NULL
-    part.stale = NULL
-    part.log.entry = NULL
-    part.max_rows = 0
+    xfree(part.wire.row)
+    xfree(part.wire.seen)
+    memset(part, 0, sizeof(StepPart))
 
 
 # ---- sequences ---------------------------------------------------------------------------------------------
@@ -160,9 +157,8 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             new_version(g, child)
             s.life[child].late |= g.kind != STATE_LAYERS and p.num_tokens >= g.seq[child].due
         s.num_late += s.life[child].late
-        if s.prefix != NULL:
-            seq_fork_prefix(s, b, parent, child)
         if gs.tree != NULL:
+            seq_fork_prefix(s, b, parent, child)
             tree_fork(gs, parent, child)
         children[i] = s.seq[child].handle
         b.digest = mix(b.digest, untagged(s, children[i]))
@@ -259,10 +255,8 @@ cdef void group_loses(Groups* gs, LayerGroup* g, int32_t slot, int64_t n) noexce
     cdef Seqs* s = gs.seqs
     s.life[slot].point = s.seq[slot].num_tokens
     s.evicted_tokens += n
-    if gs.tree != NULL:
+    if gs.tree != NULL:             # what its blocks hold follows from its tokens no more
         row_ends(gs, slot)
-    if s.prefix != NULL:            # what its blocks hold follows from its tokens no more
-        seq_leave_name(s, slot)
         s.prefix[slot].committed = s.prefix[slot].published = s.prefix[slot].done = s.prefix[slot].forked_at = 0
     g.seq[slot].evicted += n
     tail_of(g, slot).epoch += 1

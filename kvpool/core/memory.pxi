@@ -26,9 +26,9 @@ cdef bint must_fail() noexcept nogil:
     return False
 
 
-cdef void counted(int blocks) noexcept nogil:
+cdef void given_back() noexcept nogil:
     global num_living
-    num_living += blocks
+    num_living -= 1
 
 
 cdef inline void* xmalloc(size_t size) noexcept nogil:
@@ -49,13 +49,13 @@ cdef inline void* xrealloc(void* memory, size_t size) noexcept nogil:
         if must_fail():
             return NULL
         if memory != NULL:
-            counted(-1)                 # one block before, one after
+            given_back()                 # one block before, one after
     return realloc(memory, size)
 
 
 cdef inline void xfree(void* memory) noexcept nogil:
     if FAULTS and memory != NULL:
-        counted(-1)
+        given_back()
     free(memory)
 
 

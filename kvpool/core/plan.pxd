@@ -1,12 +1,6 @@
 """`Plan`. Other extension modules may hold one, but not reach into it."""
 
 
-cdef class _Memory:             # of an array, which owns nothing and so cannot be resized
-    cdef char* data
-    cdef Py_ssize_t size
-    cdef bint writable
-
-
 cdef enum:
     MOST_DIMENSIONS = 8
     COMMON_ARRAYS = -1          # PlanGroup.kind: it has what is common to all layer groups
@@ -79,6 +73,5 @@ cdef class Plan:
     cdef list owners(self, str name)
     cdef int attach(self, dict arrays, str call) except -1
     cdef int show_arrays(self, dict arrays) except -1
-    cdef int watch(self, Bound* bound, int part, int field, object array, str call) except -1
     cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1

@@ -20,6 +20,10 @@ cdef extern from *:
 cdef class _Memory:
     """Memory of an array of a plan, zeros at first. An array over it owns nothing, so it cannot be resized."""
 
+    cdef char* data
+    cdef Py_ssize_t size
+    cdef bint writable
+
     def __cinit__(self, Py_ssize_t size, bint writable):
         self.data = <char*>xcalloc(max(size, 1), 1)
         if self.data == NULL:
@@ -54,6 +58,24 @@ cdef tuple new_array(object shape, object dtype, bint writable):
         size *= length
     memory = _Memory(size, writable)
     return np.ndarray(shape, dtype, memory), memory
+
+
+cdef int watch(Bound* bound, int part, int field, object array, str call) except -1:
+    cdef Py_buffer view
+    cdef int d
+    PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
+    bound.part = part
+    bound.field = field
+    bound.array = <void*>array
+    bound.data = view.buf
+    bound.nd = min(view.ndim, MOST_DIMENSIONS)
+    for d in range(bound.nd):
+        bound.shape[d] = view.shape[d]
+    PyBuffer_Release(&view)
+    if view.ndim > MOST_DIMENSIONS or not is_at(bound.array, bound.data, bound.nd, bound.shape):
+        raise ValueError(f"[{call}] {FIELDS[field]} is an array of a kind that cannot be watched "
+                         f"({type(array).__name__})")
+    return 0
 
 
 cdef list OF_A_PLAN = []            # only a plan makes its groups
@@ -100,7 +122,6 @@ cdef class PlanGroup:
 
     def __dealloc__(self):
         part_free(&self.data)
-        wire_free(&self.data.wire)
 
     def __reduce__(self):
         raise TypeError("[PlanGroup] arrays of a plan cannot be pickled or copied")
@@ -454,7 +475,7 @@ cdef class Plan:
                 memset(data, 0, sizeof(data))
                 num_bound = 0
                 for k, field, owner in kept:
-                    self.watch(&bound[num_bound], k, field, owner, call)
+                    watch(&bound[num_bound], k, field, owner, call)
                     at = <int>k * NUM_FIELDS + <int>field
                     if (k, FIELDS[field]) in arrays and data[at] == NULL:       # the array itself, as it is now
                         data[at] = bound[num_bound].data
@@ -488,23 +509,6 @@ cdef class Plan:
             part = <PlanGroup>self.parts[k]
             with critical_section(part):
                 part.arrays, part.views = arrays[k], {}
-        return 0
-
-    cdef int watch(self, Bound* bound, int part, int field, object array, str call) except -1:
-        cdef Py_buffer view
-        cdef int d
-        PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
-        bound.part = part
-        bound.field = field
-        bound.array = <void*>array
-        bound.data = view.buf
-        bound.nd = min(view.ndim, MOST_DIMENSIONS)
-        for d in range(bound.nd):
-            bound.shape[d] = view.shape[d]
-        PyBuffer_Release(&view)
-        if view.ndim > MOST_DIMENSIONS or not is_at(bound.array, bound.data, bound.nd, bound.shape):
-            raise ValueError(f"[{call}] {FIELDS[field]} is an array of a kind that cannot be watched "
-                             f"({type(array).__name__})")
         return 0
 
     cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen,

@@ -73,9 +73,6 @@ cdef int init_arenas(State* pool, tuple groups) except -1:
     cdef dict sizes = arena_sizes(groups, pool.blocks.num_blocks)
     cdef Groups* gs = pool.groups
     cdef int32_t k, reserved, last = max([group.arena for group in groups])
-    gs.more = <Blocks*>xcalloc(len(sizes), sizeof(Blocks))
-    if gs.more == NULL:
-        raise MemoryError("[Pool] no memory for layer groups")
     for k in range(<int32_t>len(sizes)):
         gs.arena[k] = &gs.more[k - 1] if k else &pool.blocks
         gs.num_arenas = pool.num_arenas = k + 1
@@ -586,25 +583,8 @@ cdef class Pool:
         """
         cdef int64_t wanted = get_handle(handle, "table")
         cdef int64_t number = ONLY_GROUP if group is None else to_int(group, "table", "group", INT64_MIN + 1, INT64_MAX)
-        cdef int32_t room = -1, columns = 0
-        cdef int64_t found = -1
-        cdef const int32_t* ids = NULL
-        cdef int32_t* data = NULL
-        cdef Verdict v
-        cdef int status = RETRY
-        copy = None
-        while status == RETRY:
-            room = <int32_t>found
-            if room >= 0:
-                copy = new_int32(room)
-                data = <int32_t*>array_data(copy)
-            pool_enter(&self.state, "table")
-            status = pool_table(&self.state, wanted, number, &ids, &found, &columns, &v)
-            if status == OK and found != room:
-                status = RETRY
-            elif status == OK:
-                memcpy(data, ids, room * sizeof(int32_t))
-            pool_end(&self.state, OK if status == RETRY else status, &v, "table")
+        cdef int32_t columns = 0
+        copy = copy_ids(&self.state, wanted, number, "table", pool_table, &columns)
         return copy.reshape(-1, columns) if columns > (group is None) else copy
 
     def num_tokens(self, handle):
@@ -802,15 +782,15 @@ cdef class Pool:
         PlanStateError
             The plan is not pending, or its `done` was noted already. State unchanged.
         """
-        self.end_done(self.check_plan(plan, "done"), "done")
+        self.end_done(self.check_plan(plan, "done"))
 
-    cdef int end_done(self, Plan plan, str call) except -1:
+    cdef int end_done(self, Plan plan) except -1:
         cdef void* few[FEW_PLANS]
         cdef void** passed = few
         cdef Verdict v
         cdef int32_t k, room, count = 0
         cdef int status = OK
-        pool_enter(&self.state, call)
+        pool_enter(&self.state, "done")
         room = self.state.pending.size
         if room > FEW_PLANS:
             passed = <void**>xcalloc(room, sizeof(void*))
@@ -818,13 +798,13 @@ cdef class Pool:
             status = pool_done(&self.state, plan, passed, &count, &v)
         pool_leave(&self.state)
         if passed == NULL:
-            raise MemoryError(f"[{call}] no memory for {room} plans")
+            raise MemoryError(f"[done] no memory for {room} plans")
         for k in range(count):
             self.let_go_of_plan(<Plan>passed[k])
             Py_DECREF(<Plan>passed[k])
         if passed != few:
             xfree(passed)
-        return refuse(call, &v) if status != OK else 0
+        return refuse("done", &v) if status != OK else 0
 
     def rollback(self, plan):
         """Take the newest pending step back: lengths, tables and references of its rows are as before it.
@@ -839,12 +819,12 @@ cdef class Pool:
             The plan is not pending, not the newest, declared done, or a sequence that was forked from one of its
             rows since is open. State unchanged.
         """
-        self.end_rollback(self.check_plan(plan, "rollback"), "rollback")
+        self.end_rollback(self.check_plan(plan, "rollback"))
 
-    cdef int end_rollback(self, Plan plan, str call) except -1:
+    cdef int end_rollback(self, Plan plan) except -1:
         cdef Verdict v
-        pool_enter(&self.state, call)
-        pool_end(&self.state, pool_rollback(&self.state, plan, &v), &v, call)
+        pool_enter(&self.state, "rollback")
+        pool_end(&self.state, pool_rollback(&self.state, plan, &v), &v, "rollback")
         return self.let_go_of_plan(plan)
 
     # -- tokens leave a sequence that goes on
@@ -1171,8 +1151,8 @@ cdef class Pool:
         cdef int32_t* seen
         pool_enter(&self.state, "check")
         room = audit_room(&self.state)
-        seen = <int32_t*>xcalloc(2 * <size_t>room + 1, sizeof(int32_t))
-        wrong = seen != NULL and find_fault(&self.state, seen, room, finding)
+        seen = <int32_t*>xmalloc((2 * <size_t>room + 1) * sizeof(int32_t))
+        wrong = seen != NULL and groups_check(self.state.groups, &self.state.pending, seen, room, finding)
         pool_leave(&self.state)
         if seen == NULL:
             raise MemoryError(f"[check] no memory for {room} blocks or nodes")

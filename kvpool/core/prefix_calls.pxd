@@ -1,9 +1,4 @@
-"""`PrefixCache`: the prefix cache of a pool."""
-
-
-cdef class PrefixCache:
-    cdef readonly Pool pool
-    cdef State* state
+"""The prefix cache of a pool."""
 
 
 cdef int64_t pool_next_handle(State* pool) noexcept nogil

@@ -17,22 +17,6 @@ cdef Name* enter_name(State* pool, Name* known, uint64_t hash, const char* space
     return name
 
 
-cdef bint check_names(State* pool, char* finding) noexcept nogil:
-    """Whether a namespace counts another number of users than it has. O(nodes + sequences + names)."""
-    cdef Index* ix = &pool.index
-    cdef Tree* t = pool.groups.tree
-    cdef int32_t i
-    names_count_anew(&ix.names)
-    for i in range(t.fresh_node):
-        if t.node[i].depth and t.node[i].name >= 0 and names_count(&ix.names, t.node[i].name, finding):
-            return True
-    for i in range(pool.seqs.max_seqs):
-        if (seq_has_blocks(&pool.seqs, i) and pool.seqs.prefix[i].name != NULL
-                and names_count(&ix.names, pool.seqs.prefix[i].name.slot, finding)):
-            return True
-    return names_check(&ix.names, finding)
-
-
 cdef int64_t pool_next_handle(State* pool) noexcept nogil:
     """The handle that the next sequence gets; -1: there is no room for one."""
     return seq_next_handle(&pool.seqs) if pool.seqs.num_free_slots else -1
@@ -268,9 +252,9 @@ cdef int pool_limit_kept(State* pool, const char* space, int64_t size, int64_t b
     return OK
 
 
-cdef int pool_bundle(State* pool, int64_t handle, int64_t group, const int32_t** ids, int32_t* n,
+cdef int pool_bundle(State* pool, int64_t handle, int64_t group, const int32_t** ids, int64_t* n, int32_t* columns,
                      Verdict* v) noexcept nogil:
-    """Where the blocks with a state of the checkpoint of a row are, and how many."""
+    """Where the blocks with a state of the checkpoint of a row are, and how many; they have no columns."""
     cdef Tree* t = pool.groups.tree
     cdef int32_t m = NO_CHECKPOINT, first
     cdef int32_t slot = seq_judge_any(&pool.seqs, handle, -1, v)
@@ -417,6 +401,9 @@ cdef class PrefixCache:
     4
     """
 
+    cdef readonly Pool pool
+    cdef State* state
+
     def __cinit__(self, Pool pool not None):
         if not pool.options.prefix_cache:
             raise ValueError("[PrefixCache] the pool has no prefix cache (prefix_cache=False)")
@@ -518,24 +505,8 @@ cdef class PrefixCache:
         """
         cdef int64_t wanted = get_handle(handle, "bundle")
         cdef int64_t number = to_int(group, "bundle", "group", INT64_MIN, INT64_MAX)
-        cdef int32_t room = -1, found = -1
-        cdef const int32_t* ids = NULL
-        cdef int32_t* data = NULL
-        cdef Verdict v
-        cdef int status = RETRY
-        while status == RETRY:
-            room = found
-            if room >= 0:
-                blocks = new_int32(room)
-                data = <int32_t*>array_data(blocks)
-            pool_enter(self.state, "bundle")
-            status = pool_bundle(self.state, wanted, number, &ids, &found, &v)
-            if status == OK and found != room:
-                status = RETRY
-            elif status == OK and found:
-                memcpy(data, ids, room * sizeof(int32_t))
-            pool_end(self.state, OK if status == RETRY else status, &v, "bundle")
-        return blocks
+        cdef int32_t columns = 1
+        return copy_ids(self.state, wanted, number, "bundle", pool_bundle, &columns)
 
     def wanted(self, handles):
         """Where the next step of each sequence should end at the latest, so that a checkpoint is taken there.

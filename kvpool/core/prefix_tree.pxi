@@ -791,9 +791,10 @@ cdef bint check_node(const Groups* gs, int32_t n, char* finding) noexcept nogil:
 
 
 cdef bint check_users(const Groups* gs, int32_t* users, char* finding) noexcept nogil:
-    """Who needs each node; `users` is zero for each node, and is again."""
+    """Who needs each node."""
     cdef const Tree* t = gs.tree
-    cdef int32_t n, k, id, slot, due
+    cdef int32_t n, k, id, slot
+    memset(users, 0, t.fresh_node * sizeof(int32_t))
     for n in range(t.fresh_node):
         if t.node[n].depth == 0:
             continue
@@ -808,39 +809,37 @@ cdef bint check_users(const Groups* gs, int32_t* users, char* finding) noexcept 
         if seq_has_blocks(gs.seqs, slot) and t.row[slot].node != NO_NODE:
             users[t.row[slot].node] += 1
     for n in range(t.fresh_node):
-        due = users[n]
-        users[n] = 0
-        if due != (t.node[n].users if t.node[n].depth else 0):
-            return found(finding, b"node %d has %d users, it should have %d", n, t.node[n].users, due)
+        if users[n] != (t.node[n].users if t.node[n].depth else 0):
+            return found(finding, b"node %d has %d users, it should have %d", n, t.node[n].users, users[n])
     return False
 
 
 cdef bint check_below(const Tree* t, int32_t* sums, char* finding) noexcept nogil:
-    """Checkpoints at each node and below it: its own and what its children say. `sums` is zero, and is again."""
-    cdef int32_t n, due, checkpoints = 0
+    """Checkpoints at each node and below it: its own and what its children say."""
+    cdef int32_t n, checkpoints = 0
+    memset(sums, 0, t.fresh_node * sizeof(int32_t))
     for n in range(t.fresh_node):
         if t.node[n].depth and t.node[n].parent != NO_NODE:
             sums[t.node[n].parent] += t.more[n].below
     for n in range(t.fresh_node):
-        due = sums[n]
-        sums[n] = 0
         if t.node[n].depth == 0:
             continue
-        due += t.more[n].checkpoint != NO_CHECKPOINT
+        sums[n] += t.more[n].checkpoint != NO_CHECKPOINT
         checkpoints += t.more[n].checkpoint != NO_CHECKPOINT
-        if t.more[n].below != due:
-            return found(finding, b"node %d has %d checkpoints at it or below, counted %d", n, t.more[n].below, due)
+        if t.more[n].below != sums[n]:
+            return found(finding, b"node %d has %d checkpoints at it or below, counted %d", n, t.more[n].below, sums[n])
     if checkpoints != t.num_checkpoints:
         return found(finding, b"counted %d published checkpoints, the counter says %d", checkpoints, t.num_checkpoints)
     return False
 
 
 cdef bint check_tails(const Groups* gs, int32_t k, int32_t* needed, char* finding) noexcept nogil:
-    """How many checkpoints need each entry of a window or chunk. `needed` is zero for each node, and is again."""
+    """How many checkpoints need each entry of a window or chunk."""
     cdef const Tree* t = gs.tree
     cdef const LayerGroup* g = &gs.group[k]
-    cdef int32_t m, n, first, due
+    cdef int32_t m, n, first
     cdef int64_t index, low
+    memset(needed, 0, t.fresh_node * sizeof(int32_t))
     for m in range(t.fresh_checkpoint):
         n = t.checkpoint[m].node if t.checkpoint[m].position else NO_NODE
         low = first_read(g, t.checkpoint[m].position)
@@ -853,14 +852,12 @@ cdef bint check_tails(const Groups* gs, int32_t k, int32_t* needed, char* findin
                     return found(finding, b"block %d of arena %d is evictable, checkpoint %d is not", first, g.arena, m)
             n = t.node[n].parent
     for n in range(t.fresh_node):
-        due = needed[n]
-        needed[n] = 0
         if t.node[n].depth == 0 or not ends_at(g, t.node[n].depth):
             continue
         first = node_entry(t, n, k)[0]
-        if (first != NO_BLOCK) != (due > 0) or (due and node_entry(t, n, k)[1] != due):
+        if (first != NO_BLOCK) != (needed[n] > 0) or (needed[n] and node_entry(t, n, k)[1] != needed[n]):
             return found(finding, b"node %d has entry %d of group %d for %d checkpoints, counted %d", n, first, k,
-                         node_entry(t, n, k)[1], due)
+                         node_entry(t, n, k)[1], needed[n])
     return False
 
 
@@ -957,14 +954,30 @@ cdef bint check_kept(const Groups* gs, int32_t arena, char* finding) noexcept no
     return False
 
 
+cdef bint check_names(const Groups* gs, char* finding) noexcept nogil:
+    """Whether a namespace counts another number of users than it has. O(nodes + sequences + names)."""
+    cdef const Tree* t = gs.tree
+    cdef const Names* names = &t.index.names
+    cdef int32_t i
+    names_count_anew(names)
+    for i in range(t.fresh_node):
+        if t.node[i].depth and t.node[i].name >= 0 and names_count(names, t.node[i].name, finding):
+            return True
+    for i in range(gs.seqs.max_seqs):
+        if (seq_has_blocks(gs.seqs, i) and gs.seqs.prefix[i].name != NULL
+                and names_count(names, gs.seqs.prefix[i].name.slot, finding)):
+            return True
+    return names_check(names, finding)
+
+
 cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept nogil:
     """The first invariant of the tree that does not hold, in words. O(nodes + blocks + windows).
 
-    With a window that keeps its first tokens, O(checkpoints * depth). `seen`: a zero for each node, checkpoint, block.
+    With a window that keeps its first tokens, O(checkpoints * depth). `seen`: room for a number a node or block.
     """
     cdef const Tree* t = gs.tree
     cdef int32_t n, k, slot
-    if check_found(t, finding) or check_users(gs, seen, finding):
+    if check_names(gs, finding) or check_found(t, finding) or check_users(gs, seen, finding):
         return True
     if t.needs_checkpoints and check_below(t, seen, finding):
         return True

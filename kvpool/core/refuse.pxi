@@ -57,8 +57,6 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
                         "(touch with blank=True takes a free one)"),
     NAMED_TWICE: (DoubleFree, "block {value} stands twice, ids[{row}] is its second place"),
     HAS_CONTENT: (ValueError, "block {value} is cached already, uncache it first"),
-    NOT_BLANK: (ValueError, "block {value} is not blank: it is reserved, in use, cached, in limbo, or emptied in its "
-                            "place (touch with blank=True takes that one)"),
     SEVERAL_GROUPS: (ValueError, "the pool has {value} layer groups, each with a table: name one"),
     NOT_ALLOCATED: (ValueError, "block {value} was not taken with alloc: in a pool with layer groups and a prefix "
                                 "cache incref takes no other block"),

@@ -224,6 +224,7 @@ cdef void directive_over(Tree* t, int32_t n) noexcept nogil:
     node_lose_reason(t, n)
 
 
+@cython.callspec("KV_SELDOM")
 cdef void node_let_go(Tree* t, int32_t n) noexcept nogil:
     """A kept node leaves its namespace, and so does the directive that ends there."""
     if t.keeping.ends.until[n]:
@@ -231,6 +232,7 @@ cdef void node_let_go(Tree* t, int32_t n) noexcept nogil:
     name_of(t, n).kept -= t.node[n].rank > 0
 
 
+@cython.callspec("KV_SELDOM")
 cdef void node_passes_on(Tree* t, int32_t n) noexcept nogil:
     """A kept node without users is about to be forgotten: its directive ends at the node above."""
     cdef int32_t parent = t.node[n].parent
@@ -334,23 +336,22 @@ cdef uint64_t retention_fingerprint(const Tree* t, uint64_t h) noexcept nogil:
 
 
 cdef bint check_kept_nodes(const Tree* t, int32_t* reasons, char* finding) noexcept nogil:
-    """Why each node is kept, and how many are in all. `reasons` is zero for each node, and is again."""
+    """Why each node is kept, and how many are in all."""
     cdef const Keeping* k = t.keeping
-    cdef int32_t n, due, count = 0
+    cdef int32_t n, count = 0
+    memset(reasons, 0, t.fresh_node * sizeof(int32_t))
     for n in range(t.fresh_node):
         if t.node[n].depth and t.node[n].rank and t.node[n].parent != NO_NODE:
             reasons[t.node[n].parent] += 1
     for n in range(t.fresh_node):
-        due = reasons[n]
-        reasons[n] = 0
         if t.node[n].depth == 0:
             continue
-        due += k.ends.until[n] > 0
+        reasons[n] += k.ends.until[n] > 0
         count += t.node[n].rank > 0
-        if k.node[n].reasons != due or (t.node[n].rank > 0) != (due > 0) or (
+        if k.node[n].reasons != reasons[n] or (t.node[n].rank > 0) != (reasons[n] > 0) or (
                 t.node[n].parent != NO_NODE and t.node[t.node[n].parent].rank < t.node[n].rank):
             return found(finding, b"node %d has priority %d for %d reasons, counted %d, or the one above has "
-                         b"less", n, <int>t.node[n].rank, k.node[n].reasons, due)
+                         b"less", n, <int>t.node[n].rank, k.node[n].reasons, reasons[n])
     if count != k.num_kept:
         return found(finding, b"counted %d kept nodes, the counter says %d", count, k.num_kept)
     return False

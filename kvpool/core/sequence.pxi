@@ -148,11 +148,6 @@ cdef int32_t seq_loading(const Seqs* s, int64_t handle) noexcept nogil:
     return slot if handle == seq_made(s, slot) else -1
 
 
-cdef void seq_end_load(Seqs* s, int32_t slot) noexcept nogil:
-    s.life[slot].life = OPEN
-    s.seq[slot].handle = seq_made(s, slot)
-
-
 cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nogil:
     """Leading tokens of a sequence that no pending step still has to write."""
     cdef const SeqPrefix* prefix = &s.prefix[slot]

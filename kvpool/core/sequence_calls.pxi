@@ -40,9 +40,16 @@ cdef int pool_fork(State* pool, int64_t handle, int64_t count, int64_t* children
     return OK
 
 
+cdef int judge_pending(const State* pool, int32_t slot, Py_ssize_t row, Verdict* v) noexcept nogil:
+    """Tokens leave no sequence that is a row of a pending plan."""
+    cdef int64_t step = pool.seqs.seq[slot].last_step
+    if pool.blocks.newest_pending and step >= pool.blocks.oldest_pending:
+        return refused(v, PENDING_ROW, row, step, 0, 0, 0)
+    return OK
+
+
 cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil:
     cdef Seqs* s = &pool.seqs
-    cdef Blocks* b = &pool.blocks
     cdef Py_ssize_t k
     cdef int64_t length
     cdef int32_t slot
@@ -56,9 +63,7 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
         length = ints_at(lengths, k)
         if not s.life[slot].point <= length <= q.num_tokens:
             return refused(v, BAD_LENGTH, k, length, s.life[slot].point, q.num_tokens, 0)
-        if b.newest_pending and q.last_step >= b.oldest_pending:
-            return refused(v, PENDING_ROW, k, q.last_step, 0, 0, 0)
-        if groups_judge_length(pool.groups, k, slot, length, v) != OK:
+        if judge_pending(pool, slot, k, v) != OK or groups_judge_length(pool.groups, k, slot, length, v) != OK:
             return v.reason
     for k in range(batch.size):
         groups_truncate(pool.groups, slot_of(ints_at(batch, k)), ints_at(lengths, k))
@@ -93,7 +98,8 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
     if length and not least <= length <= most:
         return refused(v, BAD_LOAD, -1, length, least, most, 0)
     is_open[0] = q.handle != -1
-    seq_end_load(s, slot)
+    s.life[slot].life = OPEN
+    q.handle = seq_made(s, slot)
     b.digest = mix(mix(mix(b.digest, OP_LOADED), untagged(s, handle)), length)
     if not is_open[0]:
         close_slot(pool, slot)
@@ -123,3 +129,31 @@ cdef int pool_table(State* pool, int64_t handle, int64_t group, const int32_t** 
     if g.kind != STATE_LAYERS:
         columns[0] = g.columns
     return OK
+
+
+ctypedef int (*FindIds)(State* pool, int64_t handle, int64_t group, const int32_t** ids, int64_t* n, int32_t* columns,
+                        Verdict* v) noexcept nogil
+
+
+cdef object copy_ids(State* pool, int64_t handle, int64_t group, str call, FindIds find, int32_t* columns):
+    """A copy of the ids that `find` tells of a sequence and a group."""
+    cdef int64_t found = -1
+    cdef int64_t room = -1
+    cdef const int32_t* ids = NULL
+    cdef int32_t* data = NULL
+    cdef Verdict v
+    cdef int status = RETRY
+    copy = None
+    while status == RETRY:
+        room = found
+        if room >= 0:
+            copy = new_int32(room)
+            data = <int32_t*>array_data(copy)
+        pool_enter(pool, call)
+        status = find(pool, handle, group, &ids, &found, columns, &v)
+        if status == OK and found != room:
+            status = RETRY
+        elif status == OK and found:
+            memcpy(data, ids, room * sizeof(int32_t))
+        pool_end(pool, OK if status == RETRY else status, &v, call)
+    return copy

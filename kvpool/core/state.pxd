@@ -36,8 +36,8 @@ cdef class Pool:                # here, as its parts are other classes' business
                  object pad_to) except -1
     cdef int run_plan(self, Plan plan, const Ints* rows, const Ints* new, str call, bint advance, bint partial,
                       int64_t pad_rows, int64_t pad_tokens) except -1
-    cdef int end_done(self, Plan plan, str call) except -1
-    cdef int end_rollback(self, Plan plan, str call) except -1
+    cdef int end_done(self, Plan plan) except -1
+    cdef int end_rollback(self, Plan plan) except -1
     cdef dict resize_arenas(self, object num_blocks, object arena, int32_t* to, int64_t room_there)
 
 

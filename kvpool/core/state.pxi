@@ -72,6 +72,14 @@ cdef int pool_defer(State* pool, int64_t handle, Verdict* v) noexcept nogil:
     return OK
 
 
+cdef int32_t audit_room(const State* pool) noexcept nogil:
+    """Blocks of the largest arena, or nodes of a tree."""
+    cdef int32_t k, most = 0
+    for k in range(pool.groups.num_arenas):
+        most = max(most, pool.groups.arena[k].num_blocks)
+    return max(most, pool.groups.tree.room) if has_tree(pool) else most
+
+
 cdef void pool_free(State* pool) noexcept nogil:
     """Give back all memory but the lock's and the arguments'."""
     cdef Seqs* s = &pool.seqs

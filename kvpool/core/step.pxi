@@ -20,15 +20,14 @@ Why it is so:
 - The log of the check is the log of the rollback. It has the ids that were replaced alone: appended
   ones stand in `Change.appended`, and what a window lets go of, when a step passes, is in neither.
   `old_floor` undoes a check, which ends in reverse order at once. A step ends when others are
-  pending, and the maximum of several copies cannot be undone from one of them: `clear_floors` and
-  `raise_floors` recompute those that its log touched.
+  pending, and the maximum of several copies cannot be undone from one of them: `step_settle`
+  recomputes those that its log touched.
 - A step is done in order. Blocks wait in limbo for the newest step, so an older one that is still
   out must hold them back; a `done` that comes early is noted until its turn.
 - Only the newest step can be rolled back, since later ones build on its tables, and none of which a
   fork is open: the child shares what it would take back. O(max_seqs) where forks were made at all.
 - A steady row that takes no block has neither event nor change, so what a step keeps for its undo
   is a handle and a number per row.
-- `give_up_copy`: a block in use whose fill was rolled back must not look as if it waited for one.
 
 The write rule (docs/core.md, Steps): a block is written in place iff it has one reference, is not
 committed, and nothing that a pending copy reads from it would be overwritten. Holds of pending
@@ -78,7 +77,7 @@ cdef inline bint is_own(const Block* block) noexcept nogil:
     return not ((block.refcount ^ 1) | block.hold | block.committed)
 
 
-cdef int log_replacement(Log* log, Blocks* b, int32_t row, int32_t index, int32_t old, int32_t tokens) noexcept nogil:
+cdef int log_replacement(Log* log, Blocks* b, int32_t index, int32_t old, int32_t tokens) noexcept nogil:
     cdef Replaced* entry
     if log.size == log.room:
         entry = <Replaced*>xrealloc(log.entry, 2 * <size_t>log.room * sizeof(Replaced))
@@ -87,7 +86,6 @@ cdef int log_replacement(Log* log, Blocks* b, int32_t row, int32_t index, int32_
         log.entry = entry
         log.room *= 2
     entry = &log.entry[log.size]
-    entry.row = row
     entry.index = index
     entry.old = old
     entry.tokens = tokens
@@ -104,8 +102,8 @@ cdef void log_undo(Log* log, Blocks* b, int32_t keep) noexcept nogil:
         blocks_unhold(b, log.entry[log.size].old, log.entry[log.size].old_floor)
 
 
-cdef inline int32_t note_copies(Log* log, Blocks* b, int32_t row, const int32_t* ids, int32_t columns, int64_t index,
-                               int64_t end, int64_t offset) noexcept nogil:
+cdef inline int32_t note_copies(Log* log, Blocks* b, const int32_t* ids, int32_t columns, int64_t index, int64_t end,
+                               int64_t offset) noexcept nogil:
     """Note the entries index .. end - 1 that may not be written in place, of `columns` ids each; returns how many ids.
 
     Writes begin at `offset` in the first. -1: no memory.
@@ -118,7 +116,7 @@ cdef inline int32_t note_copies(Log* log, Blocks* b, int32_t row, const int32_t*
             ours &= writable(b, ids[index * columns + c], offset)
         if not ours:
             for c in range(columns):
-                if log_replacement(log, b, row, <int32_t>(index * columns + c), ids[index * columns + c],
+                if log_replacement(log, b, <int32_t>(index * columns + c), ids[index * columns + c],
                                    <int32_t>offset) != OK:
                     return -1
             replaced += columns
@@ -146,11 +144,6 @@ cdef inline int32_t replace_ids(Replaced* entry, int32_t n, Blocks* b, int32_t* 
     return num_copies
 
 
-cdef inline void give_up_copy(Blocks* b, int32_t new) noexcept nogil:
-    """The copy that was to fill a block will never be made."""
-    b.block[new].fence = 0
-
-
 cdef inline void undo_replaced(const Replaced* entry, int32_t n, Blocks* b, int32_t* ids) noexcept nogil:
     """Put back what a step replaced in a row, the last first."""
     cdef int32_t k
@@ -158,8 +151,8 @@ cdef inline void undo_replaced(const Replaced* entry, int32_t n, Blocks* b, int3
         ids[entry[k].index] = entry[k].old
         b.block[entry[k].old].hold -= 1
         ref(b, entry[k].old)
-        give_up_copy(b, entry[k].new)
-        blocks_unref(b, entry[k].new)
+        b.block[entry[k].new].fence = 0             # its copy will never be made
+        unref(b, entry[k].new)
 
 
 cdef inline void drop_replaced(const Replaced* entry, int32_t n, Blocks* b) noexcept nogil:
@@ -169,7 +162,7 @@ cdef inline void drop_replaced(const Replaced* entry, int32_t n, Blocks* b) noex
         b.block[entry[k].old].hold -= 1
         blocks_settle(b, entry[k].old)
         if b.block[entry[k].new].place == USED:     # somebody else has a reference
-            give_up_copy(b, entry[k].new)
+            b.block[entry[k].new].fence = 0
 
 
 cdef void log_release(const Log* log, Blocks* b) noexcept nogil:
@@ -182,12 +175,6 @@ cdef void log_release(const Log* log, Blocks* b) noexcept nogil:
         if block.hold == 0:
             b.floor[log.entry[k].old] = 0
             blocks_settle(b, log.entry[k].old)
-
-
-cdef inline void clear_floors(const Log* log, Blocks* b) noexcept nogil:
-    cdef int32_t k
-    for k in range(log.size):
-        b.floor[log.entry[k].old] = 0
 
 
 cdef inline void raise_floors(const Log* log, Blocks* b) noexcept nogil:
@@ -278,7 +265,7 @@ cdef int move_states(Groups* gs, const Step* p, int32_t row, int32_t slot) noexc
     for k in range(gs.num_groups):
         g = &gs.group[k]
         if g.kind == STATE_LAYERS:
-            if log_replacement(&p.part[k].log, g.blocks, row, 0, g.table[slot], 0) != OK:
+            if log_replacement(&p.part[k].log, g.blocks, 0, g.table[slot], 0) != OK:
                 return NO_MEMORY
             note_change(p.part[k], row, 1, 0)
             gs.needed[g.arena] += 1
@@ -329,7 +316,7 @@ cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, StepPart* part, con
         held = held_of(g, slot, q.num_tokens)
         index = entry_at(g, held)
         entries = entries_of(g, slot, q.num_blocks)
-        replaced = note_copies(&part.log, g.blocks, row, group_row(g, slot), g.columns, index,
+        replaced = note_copies(&part.log, g.blocks, group_row(g, slot), g.columns, index,
                                min(entry_at(g, held + new + g.block_size - 1), entries), held - index * g.block_size)
         appended = <int32_t>(entries_of(g, slot, blocks) - entries) * g.columns
     elif not advance:
@@ -337,7 +324,7 @@ cdef int32_t check_in_group(const Groups* gs, LayerGroup* g, StepPart* part, con
     elif g.table[slot] == NO_BLOCK:
         appended = 1
     elif gs.pends or not is_own(&g.blocks.block[g.table[slot]]):
-        replaced = 1 if log_replacement(&part.log, g.blocks, row, 0, g.table[slot], 0) == OK else -1
+        replaced = 1 if log_replacement(&part.log, g.blocks, 0, g.table[slot], 0) == OK else -1
     if replaced < 0:
         return -1
     if replaced + appended:
@@ -515,7 +502,7 @@ cdef int check_unshare_row(Groups* gs, LayerGroup* g, StepPart* part, int32_t ro
     while place >= 0:
         index = place // g.columns
         for k in range(index * g.columns, (index + 1) * g.columns):
-            if log_replacement(&part.log, g.blocks, row, <int32_t>k, ids[k],
+            if log_replacement(&part.log, g.blocks, <int32_t>k, ids[k],
                                <int32_t>min(g.block_size, held - index * g.block_size)) != OK:
                 return refused(v, NO_MEMORY, row, part.log.room, 0, 0, 0)
         replaced += g.columns
@@ -752,7 +739,7 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
             break
         if not seldom(q.lead.next_slot >= q.lead.stop_slot):
             tail = &block[q.lead.block]
-            if (tail.refcount ^ 1) | tail.hold | tail.committed:
+            if not is_own(tail):
                 break
             if seldom(looked or seen[i] != q.lead.version):     # what the plan shows was within its limits
                 if narrow and not within(gs, p, q, limits):
@@ -933,7 +920,7 @@ cdef void make_holes(LayerGroup* g, int32_t slot, int64_t length) noexcept nogil
     cdef int32_t* ids = group_row(g, slot)
     cdef int32_t first = max(g.kept, g.seq[slot].gone)
     for index in range(first * <int64_t>g.columns, end * g.columns):
-        blocks_unref(g.blocks, ids[index])
+        unref(g.blocks, ids[index])
         ids[index] = g.hole
     set_gone(g, slot, <int32_t>end)
     new_version(g, slot)
@@ -970,14 +957,17 @@ cdef void step_release(Groups* gs, const Step* p) noexcept nogil:
 cdef void step_settle(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
     """A step has ended: recompute the floors that its logs touched, then let blocks out of limbo."""
     cdef const Step* other
-    cdef int32_t k
+    cdef Log* log
+    cdef int32_t k, i
     for k in range(gs.num_groups):
-        clear_floors(&p.part[k].log, gs.group[k].blocks)
+        log = &p.part[k].log
+        for i in range(log.size):
+            gs.group[k].blocks.floor[log.entry[i].old] = 0
         other = pending.oldest
-        while p.part[k].log.size and other != NULL:
+        while log.size and other != NULL:
             raise_floors(&other.part[k].log, gs.group[k].blocks)
             other = other.newer
-        p.part[k].num_changes = p.part[k].log.size = 0
+        p.part[k].num_changes = log.size = 0
     for k in range(gs.num_arenas):
         blocks_drain_limbo(gs.arena[k])
 
@@ -1018,7 +1008,8 @@ cdef void rollback_group(LayerGroup* g, const StepPart* part, const Step* p, con
 cdef void step_rollback(Groups* gs, const Pending* pending, const Step* p) noexcept nogil:
     """Undo the newest step, which is off the list already: the last group first."""
     cdef Seqs* s = gs.seqs
-    cdef int32_t i, k, slot, q_len, appended, at = 0
+    cdef Event event
+    cdef int32_t i, k, slot, at = 0
     gs.arena[0].digest = mix(mix(gs.arena[0].digest, OP_ROLLBACK), p.num_rows)
     if gs.tree != NULL:
         tree_undo(gs, p)
@@ -1026,17 +1017,14 @@ cdef void step_rollback(Groups* gs, const Pending* pending, const Step* p) noexc
     for k in range(gs.num_arenas):
         blocks_lower_fences(gs.arena[k])
     for i in range(p.num_rows):
-        q_len, appended = 1, 0
-        if at < p.num_events and p.event[at].row == i:
-            q_len, appended = p.event[at].q_len, p.event[at].appended
-            at += 1
+        event = event_of(p, i, &at)
         slot = seq_find(s, p.handle[i])
         if slot >= 0:
             s.seq[slot].last_step = p.prev_step[i]
-            s.seq[slot].num_tokens -= q_len
-            s.seq[slot].num_blocks -= appended
-            s.sum_tokens -= q_len
-            s.sum_blocks -= appended
+            s.seq[slot].num_tokens -= event.q_len
+            s.seq[slot].num_blocks -= event.appended
+            s.sum_tokens -= event.q_len
+            s.sum_blocks -= event.appended
     for k in range(gs.num_groups - 1, -1, -1):
         rollback_group(&gs.group[k], p.part[k], p, s)
         wire_forget(&p.part[k].wire, p.num_rows, False)

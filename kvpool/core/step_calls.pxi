@@ -1,4 +1,4 @@
-"""Steps of a pool: make one, ask for one, end one; and what `check` looks at."""
+"""Steps of a pool: make one, ask for one, end one."""
 
 cdef extern from *:
     """
@@ -78,11 +78,11 @@ cdef int room_for_dry_run(State* pool, int32_t rows, Verdict* v) noexcept nogil:
             return refused(v, NO_MEMORY, -1, rows, 0, 0, 0)
     for k in range(gs.num_groups):
         gs.dry[k] = &gs.scratch[k]
-        gs.scratch[k].width = INT32_MAX
         if rows > gs.scratch[k].max_rows:
             part_free(&gs.scratch[k])
             if part_init(&gs.scratch[k], rows) != OK:
                 return refused(v, NO_MEMORY, -1, rows, 0, 0, 0)
+        gs.scratch[k].width = INT32_MAX
     pool.scratch.part = gs.dry
     return OK
 
@@ -106,11 +106,6 @@ cdef int pool_can(State* pool, Ints* rows, const Ints* new, Verdict* v) noexcept
     return status
 
 
-cdef void pass_step(State* pool, Step* p) noexcept nogil:
-    pending_remove(&pool.pending, p)
-    step_pass(pool.groups, &pool.pending, p)
-
-
 cdef int pool_done(State* pool, Plan plan, void** passed, int32_t* count, Verdict* v) noexcept nogil:
     """Note that a plan was executed; it passes, and others that waited for it, oldest first.
 
@@ -127,7 +122,8 @@ cdef int pool_done(State* pool, Plan plan, void** passed, int32_t* count, Verdic
         passed[count[0]] = p.plan
         count[0] += 1
         add_reference(p.plan)
-        pass_step(pool, p)
+        pending_remove(&pool.pending, p)
+        step_pass(pool.groups, &pool.pending, p)
         p = pool.pending.oldest
     return OK
 
@@ -168,18 +164,3 @@ cdef void pool_reset(State* pool, void** plans) noexcept nogil:
     blocks_reset(&pool.blocks)
     groups_reset(pool.groups)
     pool.blocks.digest = mix(pool.blocks.digest, OP_RESET)
-
-
-cdef int32_t audit_room(State* pool) noexcept nogil:
-    """Blocks of the largest arena, or nodes of a tree."""
-    cdef int32_t k, most = 0
-    for k in range(pool.groups.num_arenas):
-        most = max(most, pool.groups.arena[k].num_blocks)
-    return max(most, pool.groups.tree.room) if has_tree(pool) else most
-
-
-cdef bint find_fault(State* pool, int32_t* seen, int32_t room, char* finding) noexcept nogil:
-    """`seen` has twice `room` numbers, all zero."""
-    if has_tree(pool) and check_names(pool, finding):
-        return True
-    return groups_check(pool.groups, &pool.pending, seen, room, finding)

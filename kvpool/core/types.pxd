@@ -59,7 +59,6 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     NOT_KEPT                    # a block that is blank, or in limbo without content
     NAMED_TWICE                 # a block, in a release
     HAS_CONTENT                 # a block that is committed already
-    NOT_BLANK
     STEP_PENDING
     SEVERAL_GROUPS              # a call for pools with one layer group
     NOT_FULL                    # tokens are to leave a group that is not full
@@ -110,8 +109,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_EVICT_BLOCKS
     OP_FLUSH = 21
     OP_TAKE
-    OP_TAKE_BLOCK
-    OP_TOUCH
+    OP_TOUCH = 24
     OP_RELEASE
     OP_MARK_CACHED
     OP_UNCACHE

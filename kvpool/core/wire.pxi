@@ -21,12 +21,14 @@ Why it is so:
 """
 
 
-cdef inline int32_t q_len_of(const Step* p, int32_t row, int32_t* at) noexcept nogil:
-    """New tokens of a row of a step; asked of each row in turn, `at` is the next event."""
-    if at[0] == p.num_events or p.event[at[0]].row != row:
-        return 1
-    at[0] += 1
-    return p.event[at[0] - 1].q_len
+cdef inline Event event_of(const Step* p, int32_t row, int32_t* at) noexcept nogil:
+    """What a row of a step did; asked of each row in turn, `at` is the next event."""
+    cdef Event plain
+    if at[0] < p.num_events and p.event[at[0]].row == row:
+        at[0] += 1
+        return p.event[at[0] - 1]
+    plain.row, plain.q_len, plain.appended, plain.served = row, 1, 0, 1
+    return plain
 
 
 cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
@@ -36,11 +38,6 @@ cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
         return NO_MEMORY
     wire_forget(w, max_rows, False)
     return OK
-
-
-cdef void wire_free(Wire* w) noexcept nogil:
-    xfree(w.row)
-    xfree(w.seen)
 
 
 cdef void wire_forget(Wire* w, int32_t rows, bint tables) noexcept nogil:
@@ -178,8 +175,7 @@ cdef void emit_lens(const Groups* gs, const LayerGroup* g, const Field* f, const
         write_one(f, i, held_of(g, slot_of(p.handle[i]), p.length[i]))
 
 
-cdef void emit_csr(const Groups* gs, const LayerGroup* g, StepPart* part, const Step* p,
-                   int32_t pad_rows) noexcept nogil:
+cdef void emit_csr(const LayerGroup* g, StepPart* part, const Step* p, int32_t pad_rows) noexcept nogil:
     """indptr, indices, last_page_len of the entries that are no holes. Behind the first row that changed all moves."""
     cdef Wire* w = &part.wire
     cdef const int32_t* ids
@@ -225,7 +221,7 @@ cdef void emit_slots(const LayerGroup* g, const StepPart* part, const Step* p) n
         write_all(f, part.slot, p.num_rows, 0)
         t = p.num_rows
     for i in range(p.num_rows if t == 0 else 0):
-        q_len = q_len_of(p, i, &at)
+        q_len = event_of(p, i, &at).q_len
         slot = slot_of(p.handle[i])
         ids = group_row(g, slot)
         if q_len == 1 and g.columns == 1:
@@ -277,7 +273,7 @@ cdef void emit_groups(const Groups* gs, const Step* p, int32_t pad_rows, int64_t
         for i in range(p.num_rows, pad_rows):
             pad_row(part, i)
         if part.wire.field[INDPTR].width:
-            emit_csr(gs, g, part, p, pad_rows)
+            emit_csr(g, part, p, pad_rows)
 
 
 cdef void emit_step(const Field* field, uint8_t* served, const Step* p, int32_t pad_rows,
@@ -291,7 +287,7 @@ cdef void emit_step(const Field* field, uint8_t* served, const Step* p, int32_t 
         write_range(&field[CU_Q_LENS], 1, 1, p.num_rows + 1)
     else:
         for i in range(p.num_rows):
-            q_len = q_len_of(p, i, &at)
+            q_len = event_of(p, i, &at).q_len
             write_range(&field[POSITIONS], t, p.length[i] - q_len, p.length[i])
             t += q_len
             write_one(&field[CU_Q_LENS], i + 1, t)

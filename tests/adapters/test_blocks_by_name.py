@@ -166,8 +166,6 @@ REFUSED = [
     *(("release", [1, 2, 1], {}, DoubleFree), ("release", 5, {}, DoubleFree), ("mark_cached", 1, {}, ValueError)),
     *(("touch", ids, {}, IndexError) for ids in ([4, 99], [99, 4], np.array([4, 1, 7], np.int32))),
     ("touch", [1, 4], {}, ValueError),
-    *(("take_block", block, {}, ValueError) for block in (0, 1, 2, 6)),
-    *(("take_block", block, {}, IndexError) for block in (-1, 7)),
     ("take", 2, {}, OutOfBlocks),
     *(
         (call, [1], {option: value}, TypeError)
@@ -242,7 +240,7 @@ def test_pool_that_was_shut_down_refuses_every_call():
     pool = Pool(6, 1)
     blocks = pool.blocks
     pool.shutdown()
-    calls = [lambda: blocks.take(1), lambda: blocks.take_block(1), lambda: blocks.free_order(), lambda: blocks.usage]
+    calls = [lambda: blocks.take(1), lambda: blocks.free_order(), lambda: blocks.usage]
     calls += [lambda c=call: c([1]) for call in (blocks.touch, blocks.release, blocks.mark_cached, blocks.uncache)]
     calls += [lambda: blocks.refcounts([1]), lambda: blocks.num_free, lambda: blocks.num_blank]
     calls += [lambda: blocks.is_cached([1]), lambda: blocks.references[1]]
@@ -262,7 +260,7 @@ def test_calls_by_name_are_in_the_digest_with_what_they_name():
 
     ids = [3, 1, 2, 5, 4, 7]
     lives = [life(), life(("touch", ids)), life(("release", ids)), life(("uncache", ids)), life(("take", 2))]
-    lives += [life(("touch", ids[::-1])), life(("touch", [*ids[:-1], 8])), life(("take_block", 22))]
+    lives += [life(("touch", ids[::-1])), life(("touch", [*ids[:-1], 8]))]
     lives += [life(("touch", ids[:k])) for k in range(1, 6)]
     lives += [life(("touch", ids), blank=True), life(("uncache", ids), keep_place=True)]
     assert len(set(lives)) == len(lives)

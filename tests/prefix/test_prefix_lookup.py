@@ -54,7 +54,7 @@ def test_prompt_without_a_prefix_cache_takes_blocks_for_all_of_it(make_pool, ref
     assert pools[0].capacity(handle) == 0
 
 
-BY_NAME = ("take", "take_block", "touch", "release", "mark_cached", "uncache", "drain_evicted")
+BY_NAME = ("take", "touch", "release", "mark_cached", "uncache", "drain_evicted")
 
 
 @pytest.mark.parametrize("call", BY_NAME)
