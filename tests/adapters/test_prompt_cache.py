@@ -22,8 +22,7 @@ cache_module = programs.mlx_caches
 import kvpool  # noqa: E402
 from kvpool.adapters import prompt_cache as subject  # noqa: E402
 from kvpool.adapters import prompt_store  # noqa: E402
-from kvpool.adapters.prompt_cache import PromptCache, register_cache  # noqa: E402
-from kvpool.adapters.prompt_index import INDEX_NBYTES  # noqa: E402
+from kvpool.adapters.prompt_cache import INDEX_NBYTES, PromptCache, register_cache  # noqa: E402
 from kvpool.adapters.prompt_store import store_layout  # noqa: E402
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore, TieredStore  # noqa: E402
 
@@ -390,6 +389,20 @@ def test_a_smaller_budget_gives_memory_back_and_keeps_what_was_used_last(kind):
     empty = PromptCache(1 << 20)
     empty.resize(0)
     assert not empty.insert(long[0], computed(kind, long[0])) and empty.nbytes == 0
+
+
+def test_index_grows_with_what_is_inserted_and_with_its_budget():
+    assert PromptCache()._index.pool.num_blocks <= 1024  # else the first insertion would take long
+    prompts, tokens, cache = PromptCache(1 << 16), list(range(40_000)), cache_module.KVCache()
+    prompts.insert(tokens[5:45], computed("dense", tokens[5:45]))
+    prompts.resize(1 << 30)
+    cache.update_and_fetch(*[mx.arange(40_000, dtype=mx.uint32).reshape(1, 1, -1, 1)] * 2)
+    prompts.insert(tokens, [cache])
+    (found,), length = prompts.fetch([*tokens, 1])
+    assert length == 40_000 and mx.array_equal(found.keys, cache.keys[..., :40_000, :])
+    caches, length = prompts.fetch([*tokens[5:45], 1])
+    assert length == 40 and programs.fault_in(caches, "dense", tokens[5:45]) == ""
+    prompts._index.pool.check()
 
 
 @pytest.mark.parametrize(("more", "limit"), [([7, *range(100)], 4000), (list(range(100)), 100)])

@@ -17,8 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvpool.adapters.prompt_cache import PromptCache
-from kvpool.adapters.prompt_index import INDEX_NBYTES
+from kvpool.adapters.prompt_cache import INDEX_NBYTES, PromptCache
 from kvpool.adapters.prompt_store import store_layout
 from kvpool.retention import Keep
 from kvpool.store import MemoryStore
