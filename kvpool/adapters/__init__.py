@@ -1,7 +1,4 @@
-"""Glue between kvpool and serving frameworks, one module per framework. The core and backends import none.
-
-What an adapter finds in a release of its framework decides whether it takes it; the number of the release only warns.
-"""
+"""Glue between kvpool and serving frameworks, one module per framework. The core and backends import none."""
 
 from __future__ import annotations
 
