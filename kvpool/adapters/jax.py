@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import Group, Plan, Pool
-from kvpool.adapters.releases import importing, warn_if_untested
+from kvpool.adapters import importing, warn_if_untested
 
 RELEASES = ("0.10", "0.11")  # the oldest that the tests run on kvpool, and the first that they do not
 with importing("jax", jax.__version__, ">= {}, < {}".format(*RELEASES)):

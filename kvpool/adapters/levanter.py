@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvpool import Output, Pool, Scheduler, Step
 from kvpool import Request as PoolRequest
-from kvpool.adapters.releases import importing, warn_if_untested
+from kvpool.adapters import importing, warn_if_untested
 from kvpool.errors import UnknownRequest
 
 RELEASES = ("0.2.20", "0.2.21")  # of marin-levanter: the one that the tests run, and the first that they do not

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise, takewhile
 from math import inf
@@ -36,7 +37,6 @@ from kvpool.adapters.dense_caches import (
     register_cache,
     shared,
 )
-from kvpool.adapters.prompt_index import INDEX_NBYTES, BlockIndex, CachedSequence, Tokens
 from kvpool.adapters.prompt_store import PromptStore, Rows
 from kvpool.retention import Keep
 from kvpool.store import BlockStore
@@ -46,11 +46,14 @@ __all__ = ["TYPES", "Fetched", "PromptCache", "register_cache"]
 TYPES = ("assistant", "user", "system")
 """Types of sequences, as in mlx-lm: what leaves first where `max_size` or `trim_to` counts them."""
 
+INDEX_NBYTES = 960
+"""Bytes of memory that a block takes beside its rows."""
+
 _MAX_TOKEN = 2**30 - 1  # numbers above stand for media
 _MAX_ATOM = 2**31 - 1
 _UNKNOWN = _MAX_TOKEN  # of media that were never inserted; no others get as far, and no token is the same
 _MAX_MEDIA = 1 << 16  # digests that are remembered
-_MAX_BLOCKS = 1 << 20
+_FIRST_BLOCKS, _MAX_BLOCKS = 1024, 1 << 20  # of the index
 _MAX_SEQUENCES = 4096
 _MAX_LAYOUTS = 64
 _CALLS = 512  # at the same time
@@ -63,11 +66,51 @@ Media = Sequence[tuple[int, int, Hashable]]
 
 Spans = list[tuple[int, int]]
 
+Tokens = list[int] | np.ndarray
+
 
 class Fetched(tuple[Any, int]):
     """What `PromptCache.fetch` returns: caches and their length. `extra` is what `insert` was given."""
 
     extra: Any = None
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """An inserted sequence: an open row of the pool, and the caches that are valid at its end only.
+
+    `parent` is its last full block (or the root), `tail` the tokens behind it. Until `until` it is kept with
+    `priority`.
+    """
+
+    layout: CacheLayout
+    root: bytes
+    kind: str = "assistant"
+    extra: Any = None
+    media_end: int = 0  # behind the last span of media
+    priority: int = 0
+    until: float = 0.0
+    handle: int = -1
+    parent: int | bytes = b""
+    length: int = 0
+    tail: list[int] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    kept_nbytes: int = 0
+    nbytes: int = 0
+    can_cut: bool = True  # a shorter prefix can be made of it
+
+    def priority_at(self, now: float) -> int:
+        """Return how late it leaves: 0 unless it is kept."""
+        return self.priority if now < self.until else 0
+
+    def keep(self, priority: int, until: float, now: float) -> None:
+        """Keep it until `until` with `priority`, and never shorter or with less than it is kept now."""
+        self.priority = max(priority, self.priority_at(now))
+        self.until = max(until, self.until)
+
+    def is_prefix_of(self, known: Tokens) -> bool:
+        """Whether a prompt that has its whole blocks begins with it."""
+        return not self.tail or self.tail == list(known[self.length - len(self.tail) : self.length])
 
 
 class _Hit(NamedTuple):
@@ -135,7 +178,8 @@ class PromptCache:
         self._lock = threading.RLock()
         self._arrival = threading.Condition(self._lock)
         self._coming: list[list[int]] = []  # how the sequences begin that are being inserted
-        self._index: BlockIndex  # from the first layout on
+        self._index = BlockIndex(_MAX_BLOCKS, _MAX_SEQUENCES + _CALLS)
+        self._block_nbytes = INDEX_NBYTES  # of a block of the layout with the largest ones
         self._layouts: dict[CacheLayout, bytes] = {}
         self._order: dict[str, OrderedDict[CachedSequence, None]] = {kind: OrderedDict() for kind in TYPES}
         self._nbytes = 0  # of sequences and insertions, not of blocks
@@ -329,7 +373,7 @@ class PromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes that it holds: arrays, and the index of those that have rows or states."""
-        return self._nbytes + (self._index.nbytes if self._layouts else 0)
+        return self._nbytes + self._index.nbytes
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Let sequences go until there are at most so many, with at most so many bytes in all."""
@@ -342,8 +386,6 @@ class PromptCache:
 
     def resize(self, max_bytes: int) -> None:
         """Hold at most so many bytes from now on. What leaves first goes at once, and its memory is free.
-
-        A budget that grows has room for four times the blocks of the first one.
 
         Raises
         ------
@@ -439,22 +481,24 @@ class PromptCache:
 
     def _cut(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
-        index = self._index
-        blocks, most, ends = index.path(root, known), len(known), index.ends
-        parent = int(blocks[-1]) if len(blocks) else root
-        nearest, common = index.nearest(parent, known[BLOCK * len(blocks) : BLOCK * (len(blocks) + 1)])
-        if not (whole and any(one.length == most and one.is_prefix_of(known) for one in ends.get(parent, ()))):
+        index, most = self._index, len(known)
+        blocks = index.path(root, known)
+        full = len(blocks)
+        parent = blocks.item(-1) if full else root
+        nearest, common = index.nearest(parent, known[BLOCK * full : BLOCK * (full + 1)])
+        if not (whole and any(one.length == most and one.is_prefix_of(known) for one in index.ends.get(parent, ()))):
             most -= 1
-        length = _outside(min(BLOCK * len(blocks) + common, most), spans)
+        length = _outside(min(BLOCK * full + common, most), spans)
         if length <= 0:
             return None
         if common:
             blocks = np.append(blocks, nearest)
         full, blocks = length // BLOCK, blocks[: -(-length // BLOCK)]
-        near = ends.get(int(blocks[full - 1]) if full else root, ())
-        ended = [one for one in near if one.length <= length and one.is_prefix_of(known)]
-        used = max(ended, key=lambda one: one.length, default=None)
-        origin = index.origins.get(int(blocks[-1]))
+        used, least = None, 0
+        for one in index.ends.get(blocks.item(full - 1) if full else root, ()):
+            if least <= one.length <= length and one.is_prefix_of(known):
+                used, least = one, one.length + 1
+        origin = index.origins.get(blocks.item(-1))
         extra = origin.extra if origin and length >= origin.media_end else None
         return _Hit(length, layout, index.rows.take(blocks), used, [], extra)
 
@@ -534,7 +578,7 @@ class PromptCache:
         block_nbytes = BLOCK * layout.row_nbytes + (INDEX_NBYTES if layout.row_nbytes else 0)
         with self._lock:
             self._now, handle = self._clock(), index.open(one.root, known)
-            begin, length, most = index.pool.num_tokens(handle), len(known), index.pool.num_blocks
+            begin, length, most = index.pool.num_tokens(handle), len(known), self._most_blocks()
             num_puts = index.num_puts
             if block_nbytes:
                 most = min(most, max(0, self.max_bytes - one.nbytes) // block_nbytes)
@@ -609,8 +653,11 @@ class PromptCache:
                 return False
             self._drop(one)
         while True:
-            lacking = blocks - self._index.pool.blocks.num_blank if blocks else 0
             excess = self.nbytes + nbytes - self.max_bytes
+            lacking = blocks - self._index.pool.blocks.num_blank if blocks else 0
+            if excess <= 0 < lacking:
+                self._index.grow(lacking, self._most_blocks())
+                lacking = blocks - self._index.pool.blocks.num_blank
             if max(lacking, excess) <= 0:
                 return True
             count = max(lacking, excess // self._block_nbytes, 1)
@@ -620,6 +667,10 @@ class PromptCache:
                 self._let_go(oldest(self._order, self._now), count)
             else:
                 return False
+
+    def _most_blocks(self) -> int:
+        """Blocks that the index may grow to: four times what the budget has bytes for, as others may be smaller."""
+        return min(_MAX_BLOCKS, 4 * self.max_bytes // self._block_nbytes + 64)
 
     def _let_go(self, one: CachedSequence, count: int) -> None:
         """Drop a sequence, or so many blocks at the end of one that is kept and can be cut: its beginning stays."""
@@ -646,14 +697,9 @@ class PromptCache:
     # --------------------------------------------------------------------------------------------- internals
 
     def _root(self, layout: CacheLayout, namespace: bytes) -> bytes:
-        """Return the root of the sequences of a layout and a namespace. The index has room for their blocks then."""
-        block_nbytes = BLOCK * layout.row_nbytes + INDEX_NBYTES
+        """Return the root of the sequences of a layout and a namespace."""
         with self._lock:
-            if not hasattr(self, "_index"):
-                most = min(self.max_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-                self._index = BlockIndex(min(_MAX_BLOCKS, 4 * most // block_nbytes + 64), _MAX_SEQUENCES + _CALLS)
-                self._block_nbytes = block_nbytes
-            self._block_nbytes = max(self._block_nbytes, block_nbytes)
+            self._block_nbytes = max(self._block_nbytes, BLOCK * layout.row_nbytes + INDEX_NBYTES)
             name = self._layouts.setdefault(layout, os.urandom(8))
             if len(self._layouts) > _MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
@@ -723,7 +769,7 @@ def _numbers(call: str, tokens: Sequence[int]) -> np.ndarray:
 
 def _outside(length: int, spans: Spans) -> int:
     """Return the longest prefix, at most `length`, that ends inside no span."""
-    for start, stop in sorted(spans, reverse=True):
+    for start, stop in sorted(spans, reverse=True) if spans else ():
         if start < length < stop:
             length = start
     return length
@@ -763,3 +809,149 @@ def oldest(
         if one and len(own) >= len(following):
             return one
     return next(one for one in reversed(found) if one)
+
+
+class BlockIndex:
+    """Blocks of 16 tokens, or fewer at the end of a sequence. The caller has a lock."""
+
+    def __init__(self, max_blocks: int, max_sequences: int) -> None:
+        self.pool = kvpool.Pool(
+            _FIRST_BLOCKS,
+            BLOCK,
+            max_seqs=max_sequences,
+            max_blocks_per_seq=max_blocks,
+            in_order=True,
+            prefix_cache=True,
+            reserved_blocks=0,
+        )
+        self._most = max_blocks * BLOCK  # tokens of a sequence of the pool
+        self._prefix: Any = self.pool.prefix  # what it calls a namespace is the root of a tree of blocks
+        self._plan = kvpool.Plan(self.pool, 1, self._most, formats=())
+        self.rows = np.empty(_FIRST_BLOCKS, object)  # what each block holds, None if it is not in use
+        self.origins: dict[int, CachedSequence] = {}  # of blocks in use: the last sequence that has an `extra` for them
+        self.nbytes = 0  # of the blocks in use and their index
+        self.num_puts = 0
+        self.ends: dict[int | bytes, list[CachedSequence]] = {}  # behind a block or a root, before another one is full
+        self._is_end = np.zeros(_FIRST_BLOCKS, bool)
+        self._tokens = np.empty((_FIRST_BLOCKS, BLOCK), np.int32)  # -1 where a block has no token
+        self._parents: dict[int, int | bytes] = {}
+        self._after: dict[int | bytes, list[int]] = {}
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that no sequence has."""
+        return self.pool.blocks.num_free - self.pool.blocks.num_blank
+
+    def grow(self, more: int, most: int) -> None:
+        """Have so many more blocks, or twice as many, but `most` at most."""
+        had = self.pool.num_blocks
+        new = min(most, had + max(had, more)) - had
+        if new > 0:
+            rows = np.append(self.rows, np.empty(new, object))
+            is_end = np.append(self._is_end, np.zeros(new, bool))
+            tokens = np.append(self._tokens, np.empty((new, BLOCK), np.int32), axis=0)
+            self.pool.resize(had + new)
+            self.rows, self._is_end, self._tokens = rows, is_end, tokens
+
+    def path(self, root: bytes, known: Tokens) -> np.ndarray:
+        """Return the whole blocks that a prompt begins with. They become the most recent."""
+        handle = self._prefix.pin(known if len(known) <= self._most else known[: self._most], root)
+        blocks = self.pool.table(handle)
+        self.pool.close(handle)
+        return blocks
+
+    def nearest(self, parent: int | bytes, behind: Tokens) -> tuple[int, int]:
+        """Return the block behind `parent` that begins with the most of these tokens, and how many these are."""
+        blocks = self._after.get(parent)
+        if blocks is None or not len(behind):
+            return -1, 0
+        same = self._tokens[blocks, : len(behind)] == behind
+        counts = np.where(same.all(axis=1), len(behind), same.argmin(axis=1))
+        best = int(counts.argmax())
+        return blocks[best], int(counts[best])
+
+    def ending(self, root: bytes, blocks: np.ndarray) -> Iterator[tuple[int, CachedSequence]]:
+        """Yield what ends behind one of these blocks, or the root, and how many blocks are before; the last first."""
+        for count in (*(np.flatnonzero(self._is_end[blocks])[::-1] + 1).tolist(), 0):
+            for one in self.ends.get(int(blocks[count - 1]) if count else root, ()):
+                yield count, one
+
+    def end(self, one: CachedSequence) -> None:
+        """Note where an open sequence ends."""
+        full = one.length // BLOCK
+        one.parent = int(self.pool.table(one.handle)[full - 1]) if full else one.root
+        self.ends.setdefault(one.parent, []).append(one)
+        if isinstance(one.parent, int):
+            self._is_end[one.parent] = True
+
+    def open(self, root: bytes, known: np.ndarray) -> int:
+        """Open a sequence with the whole blocks that are known."""
+        known = known[: self._most - 1]
+        full = len(known) - len(known) % BLOCK
+        more = known[: full + 1] if full < len(known) else np.append(known, np.int32(0))  # one is never a hit
+        return self.pool.open(more, root, reserve=False)
+
+    def put(self, one: CachedSequence, known: np.ndarray, rows: list[mx.array]) -> None:
+        """Make the rest of these tokens blocks of an open sequence, with `rows`."""
+        begin = self.pool.num_tokens(one.handle)
+        self.pool.step(self._plan, [one.handle], len(known) - begin)
+        self._prefix.commit(one.handle, known[begin : len(known) - len(known) % BLOCK])
+        self.num_puts += 1
+        blocks = self.pool.table(one.handle)
+        new, parent = blocks[begin // BLOCK :].tolist(), int(blocks[begin // BLOCK - 1]) if begin else one.root
+        if new:
+            tokens = np.full(len(new) * BLOCK, -1, np.int32)
+            tokens[: len(known) - begin] = known[begin:]
+            self._tokens[new] = tokens.reshape(-1, BLOCK)
+            self.rows[new] = np.fromiter(rows, object, len(rows))
+            self._parents.update(zip(new, [parent, *new[:-1]], strict=True))
+            self._after.setdefault(parent, []).append(new[0])
+            self._after.update((block, [following]) for block, following in pairwise(new))
+            self.nbytes += sum(map(self.nbytes_of, new))
+        if one.extra is not None and one.layout.is_dense:
+            self.origins.update(dict.fromkeys(blocks[max(0, one.media_end - 1) // BLOCK :].tolist(), one))
+        self.end(one)
+
+    def close(self, handle: int, left: int = 0) -> None:
+        """Close a sequence, or leave it so many whole blocks. Its other whole blocks stay until they are evicted."""
+        tail = self.pool.table(handle)[self.pool.num_tokens(handle) // BLOCK :].tolist()
+        if left:
+            self.pool.truncate([handle], [BLOCK * left])
+        else:
+            self.pool.close(handle)
+        self._clear(tail)
+
+    def drop(self, one: CachedSequence, left: int = 0) -> None:
+        """Close a sequence that was put here, or let it end behind so many whole blocks."""
+        self.ends[one.parent].remove(one)
+        if not self.ends[one.parent]:
+            del self.ends[one.parent]
+            if isinstance(one.parent, int):
+                self._is_end[one.parent] = False
+        self.close(one.handle, left)
+        if left:
+            one.length, one.tail = BLOCK * left, []
+            self.end(one)
+
+    def evict(self, count: int) -> None:
+        """Evict blocks that no sequence has, the least recently used first."""
+        before = self.pool.blocks.num_blank
+        self.pool.blocks.evict(count)
+        self._clear(self.pool.blocks.free_order(self.pool.blocks.num_blank - before).tolist())  # they are taken next
+
+    def nbytes_of(self, block: int) -> int:
+        """Bytes of a block, those of the index included."""
+        nbytes = self.rows[block].nbytes
+        return nbytes + INDEX_NBYTES if nbytes else 0
+
+    def _clear(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.nbytes -= self.nbytes_of(block)
+            self.rows[block] = None
+            self.origins.pop(block, None)
+            after = self._after.get(parent := self._parents.pop(block), [])
+            if block in after:
+                after.remove(block)
+                if not after:
+                    del self._after[parent]
+            self._after.pop(block, None)

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Self
 import mlx.core as mx
 import numpy as np
 
-from kvpool.adapters.releases import warn_if_untested
+from kvpool.adapters import warn_if_untested
 from kvpool.errors import KVPoolError
 
 RELEASES = ("0.31.2", "0.33")  # of mlx: the oldest that the tests run, and the first that they do not

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from kvpool import Group, Plan, Pool
-from kvpool.adapters.releases import importing, warn_if_untested
+from kvpool.adapters import importing, warn_if_untested
 
 FORMATS = ("csr", "slot_mapping", "seq_lens")
 

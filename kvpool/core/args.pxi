@@ -316,26 +316,24 @@ cdef int ints_copy(Ints* ints, const void* data, Py_ssize_t size, int width, str
 
 cdef int ints_tokens(Ints* tokens, str call) except -1:
     """Judge a batch of token ids, and make it one of int32, in place."""
-    cdef int64_t i, token, outside = 0
+    cdef int64_t i, token
     cdef int32_t* narrow = <int32_t*>tokens.data
+    cdef const char* wide = <const char*>tokens.data if tokens.width == 8 else NULL
     cdef int32_t signs = 0
-    if tokens.width == 4:
+    if wide == NULL:
         for i in range(tokens.size):
             signs |= narrow[i]
-        outside = signs
-    else:
-        for i in range(tokens.size):
-            outside |= ints_at(tokens, i)
-    if outside < 0 or outside > 0x7FFFFFFF:
-        for i in range(tokens.size):
-            token = ints_at(tokens, i)
-            if token < 0 or token > 0x7FFFFFFF:
-                raise ValueError(f"[{call}] tokens[{i}] is out of range ({token}), it must be in 0 .. {0x7FFFFFFF}")
-    if tokens.width == 8:
-        for i in range(tokens.size):
-            memcpy(&token, <const char*>tokens.data + 8 * i, 8)
-            narrow[i] = <int32_t>token
-        tokens.width = 4
+        if signs >= 0:
+            return 0
+    for i in range(tokens.size):
+        if wide != NULL:
+            memcpy(&token, wide + 8 * i, 8)
+        else:
+            token = narrow[i]
+        if token < 0 or token > 0x7FFFFFFF:
+            raise ValueError(f"[{call}] tokens[{i}] is out of range ({token}), it must be in 0 .. {0x7FFFFFFF}")
+        narrow[i] = <int32_t>token      # never in front of what is still to be read
+    tokens.width = 4
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.adapters.releases import warn_if_untested
+from kvpool.adapters import warn_if_untested
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,8 +22,7 @@ cache_module = programs.mlx_caches
 import kvpool  # noqa: E402
 from kvpool.adapters import prompt_cache as subject  # noqa: E402
 from kvpool.adapters import prompt_store  # noqa: E402
-from kvpool.adapters.prompt_cache import PromptCache, register_cache  # noqa: E402
-from kvpool.adapters.prompt_index import INDEX_NBYTES  # noqa: E402
+from kvpool.adapters.prompt_cache import INDEX_NBYTES, PromptCache, register_cache  # noqa: E402
 from kvpool.adapters.prompt_store import store_layout  # noqa: E402
 from kvpool.store import BlockLayout, DiskStore, Layout, MemoryStore, TieredStore  # noqa: E402
 
@@ -387,9 +386,18 @@ def test_a_smaller_budget_gives_memory_back_and_keeps_what_was_used_last(kind):
     for tokens in long:
         prompts.insert(tokens, computed(kind, tokens))
     assert prompts.nbytes == full and [prompts.fetch([*tokens, 7])[1] for tokens in long] == [150] * 3
-    empty = PromptCache(1 << 20)
-    empty.resize(0)
-    assert not empty.insert(long[0], computed(kind, long[0])) and empty.nbytes == 0
+
+
+def test_index_grows_with_what_is_inserted_and_with_its_budget():
+    prompts, tokens, cache = PromptCache(1 << 20), list(range(40_000)), cache_module.KVCache()
+    assert PromptCache()._index.pool.num_blocks <= 1024  # else the first insertion would take long
+    cache.update_and_fetch(*[mx.arange(40_000, dtype=mx.uint32).reshape(1, 1, -1, 1)] * 2)
+    prompts.resize(0)
+    assert not prompts.insert(tokens, [cache]) and prompts.nbytes == 0
+    prompts.resize(1 << 30)
+    prompts.insert(tokens, [cache])
+    (found,), length = prompts.fetch([*tokens, 1])
+    assert length == 40_000 and mx.array_equal(found.keys, cache.keys[..., :40_000, :])
 
 
 @pytest.mark.parametrize(("more", "limit"), [([7, *range(100)], 4000), (list(range(100)), 100)])

@@ -17,8 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvpool.adapters.prompt_cache import PromptCache
-from kvpool.adapters.prompt_index import INDEX_NBYTES
+from kvpool.adapters.prompt_cache import INDEX_NBYTES, PromptCache
 from kvpool.adapters.prompt_store import store_layout
 from kvpool.retention import Keep
 from kvpool.store import MemoryStore
@@ -226,8 +225,7 @@ class Program:
             said = self.call()
             if said:
                 return f"call {number} on {self.kind} {self.options}: {said}"
-        if self.prompts._layouts:
-            self.prompts._index.pool.check()
+        self.prompts._index.pool.check()
         return ""
 
     def prompt(self) -> tuple[list[int], list[tuple[int, int, str]]]:
@@ -324,15 +322,15 @@ class Program:
             return f"{held} bytes are held, {prompts.nbytes} are counted, the limit is {prompts.max_bytes}"
         if len(prompts) > prompts.max_size:
             return f"{len(prompts)} sequences, the limit is {prompts.max_size}"
-        pool = prompts._index.pool if prompts._layouts else None
-        if pool is not None and pool.num_blocks - pool.blocks.num_blank != len(rows_of(prompts)):
+        pool = prompts._index.pool
+        if pool.num_blocks - pool.blocks.num_blank != len(rows_of(prompts)):
             return "the pool has other blocks than the cache"
         return ""
 
 
 def rows_of(prompts: PromptCache) -> list[mx.array]:
     """The arrays of all blocks in use."""
-    return [row for row in prompts._index.rows if row is not None] if prompts._layouts else []
+    return [row for row in prompts._index.rows if row is not None]
 
 
 def held_nbytes(prompts: PromptCache) -> int:

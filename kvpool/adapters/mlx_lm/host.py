@@ -18,6 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 import kvpool
+from kvpool.adapters import warn_if_untested
 from kvpool.adapters.mlx_lm.attention import NUM_TOKENS, ROWS, find_sites, reason_to_gather
 from kvpool.adapters.mlx_lm.cache import Batch, PagedKVCache
 from kvpool.adapters.mlx_lm.eviction import check_policy
@@ -27,7 +28,6 @@ from kvpool.adapters.mlx_lm.passes import NOT_OPENED, TRIM, Passes, site_of
 from kvpool.adapters.mlx_lm.shapes import COUNTS_CONTEXT, ModelShape, build, inspect_model, leaves_of, require_bits
 from kvpool.adapters.mlx_lm.states import arrays_in
 from kvpool.adapters.mlx_lm.stored import StoredPrefixes, StoreFactory
-from kvpool.adapters.releases import warn_if_untested
 from kvpool.errors import ConcurrentUse, StaleHandle
 from kvpool.eviction import Policy, SlidingWindow
 from kvpool.group_storage import BlockRows, GroupStorage
