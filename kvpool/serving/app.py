@@ -20,6 +20,7 @@ from uuid import uuid4
 import numpy as np
 from asgi_correlation_id import CorrelationIdMiddleware, correlation_id
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -149,8 +150,6 @@ class Service:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if status == 400 and scope["method"] == "OPTIONS":
-                    state["error"] = "the origin is not one of --allowed-origins"
                 self._metrics.answered(scope["path"] if scope["path"] in self._paths else "other", status)
                 headers = [*message["headers"], (b"request-id", _id().encode())]  # as Anthropic calls it
                 if ignored := state.get("ignored"):
@@ -158,6 +157,9 @@ class Service:
                 if {name for name, _ in scope["headers"]} >= TWO_LENGTHS:  # a proxy may see another request behind it
                     headers = [pair for pair in headers if pair[0] != b"connection"] + [(b"connection", b"close")]
                 message = {**message, "headers": headers}
+            elif status == 400 and "error" not in state:  # of starlette's check of origins: what it sends says why
+                origin = Headers(scope=scope).get("origin")
+                state["error"] = f"{message['body'].decode()} by --allowed-origins: {origin}"[:LONGEST_PATH]
             await send(message)
 
         state["send"] = send

@@ -122,13 +122,17 @@ def test_json_may_have_a_charset(server):
     assert server.post("/v1/completions", SHORT, **kind, **KEY)[0] == 200
 
 
-def test_long_body_in_chunks_is_refused(server):
+@pytest.mark.parametrize(
+    ("path", "kind"), [("completions", "invalid_request_error"), ("messages", "request_too_large")]
+)
+def test_long_body_in_chunks_is_refused(server, path, kind):
     big, connection = b'{"prompt": "' + b"a" * (5 * 2**20) + b'"}', server.connect()
     with contextlib.suppress(ConnectionError):
         connection.request(
-            "POST", "/v1/completions", iter([big]), KEY | {"Content-Type": "application/json"}, encode_chunked=True
+            "POST", f"/v1/{path}", iter([big]), KEY | {"Content-Type": "application/json"}, encode_chunked=True
         )
-    assert connection.getresponse().status == 413
+    response = connection.getresponse()
+    assert (response.status, json.load(response)["error"]["type"]) == (413, kind)
     connection.close()
 
 
