@@ -36,7 +36,6 @@ from kvpool.retention import Keep
 from kvpool.serving import messages
 from kvpool.serving.answers import Answer, BlockAnswer, ChatAnswer, TextAnswer, encode, refusal
 from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
-from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import (
     ChatRequest,
     CompletionRequest,
@@ -50,6 +49,7 @@ from kvpool.serving.requests import (
 from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
 from kvpool.serving.runner import EngineFailed, Run, Runner, blocks_by_tenant
 from kvpool.serving.speech import Manner
+from kvpool.serving.telemetry import ServerMetrics
 from kvpool.serving.texts import Processes, Threads, shared
 
 T = TypeVar("T")

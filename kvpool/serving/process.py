@@ -21,10 +21,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.serving.app import Service, Settings
-from kvpool.serving.log import report
 from kvpool.serving.memory import Memory
-from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.runner import Runner
+from kvpool.serving.telemetry import ServerMetrics, report
 
 INTERRUPTED = 130  # exit status after a second signal
 SAME_SIGNAL = 0.5  # seconds in which signals count as one: a shell and a wrapper may both send theirs
