@@ -8,8 +8,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from os.path import commonprefix
@@ -31,7 +31,6 @@ from starlette.types import Message, Receive, Scope, Send
 from kvpool.adapters.mlx_lm.chat import speller
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
 from kvpool.adapters.mlx_lm.grammar import Grammar, Grammars, Trial
-from kvpool.errors import RequestRejected
 from kvpool.retention import Keep
 from kvpool.serving import messages
 from kvpool.serving.answers import Answer, BlockAnswer, ChatAnswer, TextAnswer, encode, refusal
@@ -47,7 +46,7 @@ from kvpool.serving.requests import (
     parse,
 )
 from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
-from kvpool.serving.runner import EngineFailed, Run, Runner, blocks_by_tenant
+from kvpool.serving.runner import Run, Runner, blocks_by_tenant, plain
 from kvpool.serving.speech import Manner
 from kvpool.serving.telemetry import ServerMetrics
 from kvpool.serving.texts import Processes, Threads, shared
@@ -58,7 +57,6 @@ PING_SECONDS = 10  # between two comments in a stream: a prompt may be read for 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"  # of the page
 LIVE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Content-Type": "text/event-stream; charset=utf-8"}
 LONGEST_PATH = 200  # bytes of a path in the log
-REJECTED = {"queue_full": 429, "deadline": 504}
 POLLED = {"/health", "/ready", "/metrics", "/status"}  # a line for each would hide the others
 TWO_LENGTHS = {b"content-length", b"transfer-encoding"}  # RFC 9112, 6.3: after both, the connection is closed
 BODY_SECONDS = 30  # for a client to send its body
@@ -446,7 +444,7 @@ class Service:
                 read: Grammar = getattr(grammars, kind)(text(grammars.mark) if callable(text) else text, after)
                 return read
             except (ImportError, ValueError) as error:
-                raise Refused(400, f"{field}: {_plain(error)}", field) from error
+                raise Refused(400, f"{field}: {plain(error)}", field) from error
 
         made: list[Grammar] = [await self._aside(request, self._grammars, 1.0, compiled, *form) for form in forms]
         return made[-1]
@@ -542,16 +540,14 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer. Raise an error that comes before the first byte; send a later one as an event."""
-        with _refusals():
-            await self._run.begin()
-        pings = asyncio.create_task(self._ping())
-        try:
-            with suppress(ClientDisconnect):
+        async with self._run:
+            pings = asyncio.create_task(self._ping())
+            try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await _unless_gone(receive, self._pieces(scope["state"]))
-        finally:
-            pings.cancel()
-            self._run.end()
+                with suppress(ClientDisconnect):
+                    await _unless_gone(receive, self._pieces(scope["state"]))
+            finally:
+                pings.cancel()
 
     async def _ping(self) -> None:
         while True:
@@ -570,10 +566,10 @@ class Stream(Response):
                 for number, item in await run.news():
                     events += answer.told(number, item) if item else self._sign()
             events += answer.ending([*run.completions.values()])
-        except EngineFailed as error:
-            state["error"] = str(error)
-            _log.warning("a stream ends early: %s", error, extra={"told": {"id": _id()}})
-            events += answer.failure(str(error))
+        except Refused as why:
+            state["error"] = why.detail
+            _log.warning("a stream ends early: %s", why.detail, extra={"told": {"id": _id()}})
+            events += answer.failure(why.detail)
         await send({"type": "http.response.body", "body": b"".join(events)})
 
     def _sign(self) -> list[bytes]:
@@ -597,9 +593,8 @@ def _answered(data: Any) -> Response:
 
 async def _heard(run: Run) -> list[tuple[int, TokenEvent]]:
     """Return the tokens of a run, once it is over, and the numbers of their prompts; none if it does not listen."""
-    with _refusals():
-        async with run:
-            return [(number, item) async for number, item in run if isinstance(item, TokenEvent)]
+    async with run:
+        return [(number, item) async for number, item in run if isinstance(item, TokenEvent)]
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -619,25 +614,6 @@ async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 async def _hang_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn exceptions of the engine into `Refused`, which its client gets."""
-    try:
-        yield
-    except RequestRejected as error:
-        status = REJECTED.get(error.reason, 400)
-        raise Refused(status, _plain(error), code=error.reason, wait=error.wait) from error
-    except (TypeError, ValueError) as error:
-        raise Refused(400, _plain(error)) from error
-    except EngineFailed as error:
-        raise Refused(error.status, str(error), code=error.code) from error
-
-
-def _plain(error: Exception) -> str:
-    """Return a message without the ``[call]`` at its beginning."""
-    return str(error).partition("] ")[2] or str(error)
 
 
 def _id() -> str:
