@@ -1,21 +1,15 @@
 """``kvpool serve``: who may send requests, how many at a time, and what happens when a client hangs up."""
 
-import asyncio
 import contextlib
 import json
 import signal
 import threading
 import time
-from collections import Counter
-from types import SimpleNamespace
 
 import pydantic
 import pytest
-import uvicorn
 from server_process import Server
-from uvicorn.server import ServerState
 
-from kvpool.serving import app, process
 from kvpool.serving.messages import MessagesRequest
 from kvpool.serving.requests import ChatRequest, CompletionRequest
 
@@ -266,17 +260,3 @@ def test_request_whose_body_is_on_its_way_is_served_after_sigterm():
             connection.sendall(json.dumps(SHORT).encode()[-5:])
             assert connection.recv(12) == b"HTTP/1.1 200"
         one.process.wait(60)
-
-
-@pytest.mark.parametrize("address", [("127.0.0.1", 5), ("::1", 5, 0, 0)], ids=["IPv4", "IPv6"])
-def test_connection_is_busy_while_its_request_is_answered(address):
-    config = uvicorn.Config(app.Service, http=process._Connection, ws="none", log_config=None, interface="asgi3")
-    facts = {"peername": address, "socket": SimpleNamespace(getpeername=lambda: address, getsockname=lambda: address)}
-    line = SimpleNamespace(get_extra_info=facts.get, get_write_buffer_size=lambda: 0)
-    with asyncio.Runner() as runner:
-        connection = process._Connection(config, ServerState(), {}, runner.get_loop())
-        connection.service, connection.most = SimpleNamespace(peers=Counter()), 9
-        connection.connection_made(line)
-        assert not connection.is_busy
-        connection.service.peers[address[:2]] += 1  # as the scope of its request names it
-        assert connection.is_busy
