@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -94,9 +95,8 @@ class Settings:
 class Service:
     """The endpoints, on a runner that has started.
 
-    `active` requests are not answered yet, from their first line to the end of the answer, `peers` counts them by the
-    address of their client, each of which is a connection, and `ids` has their ids. New ones are refused while it
-    `is_draining`, because the server stops.
+    `active` requests are not answered yet, from their first line to the end of the answer, and `ids` has their ids. New
+    ones are refused while it `is_draining`, because the server stops.
     """
 
     def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
@@ -112,12 +112,12 @@ class Service:
         self._short = Threads(AT_A_TIME, apart, weights)
         self._long = Threads(AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
         self._grammars = Threads(1, 1, weights)
+        os.environ["PYTHONSAFEPATH"] = "1"  # a process that starts takes no `token.py` of this folder for Python's
         how = shared(tokenizer)
         self._processes = None if how is None else Processes(how, AT_A_TIME, apart, weights)
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
         self.is_draining, self.active = False, 0
         self.ids: set[str] = set()
-        self.peers: Counter[Any] = Counter()
         posts = {"/v1/completions": self.completions, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
         posts |= {"/v1/messages/count_tokens": self.count_tokens} | dict.fromkeys(CHATS, self.chat)
         gets = {"/v1/models": self.models, "/v1/models/{name:path}": self.models, "/metrics": self.statistics}
@@ -126,7 +126,7 @@ class Service:
         routes = [Route(path, self._guarded(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, self._guarded(endpoint)) for path, endpoint in gets.items()]
         self._paths = posts.keys() | gets.keys()
-        app: Any = Starlette(routes=routes, exception_handlers={HTTPException: _refusal, Exception: _failure})
+        app: Any = Starlette(routes=routes, exception_handlers=dict.fromkeys((HTTPException, Exception), _refusal))
         app.router.redirect_slashes = False  # to where the client's Host says
         if settings.origins:
             app = CORSMiddleware(
@@ -142,7 +142,7 @@ class Service:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, count the answer and log it."""
-        status, began, state, peer = 0, time.monotonic(), scope.setdefault("state", {}), scope["client"]
+        status, began, state = 0, time.monotonic(), scope.setdefault("state", {})
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -162,7 +162,6 @@ class Service:
 
         state["send"] = send
         self.active += 1
-        self.peers[peer] += 1
         try:
             await self._app(scope, receive, counted)
         except asyncio.CancelledError:  # uvicorn waits no longer
@@ -171,8 +170,6 @@ class Service:
         finally:
             self.active -= 1
             self.ids.discard(_id())
-            self.peers[peer] -= 1
-            self.peers += Counter()  # without those that have none
             if status != 200 or scope["path"] not in POLLED:
                 path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
                 told = {"id": _id(), "tenant": state.get("tenant"), "status": status or "no answer"}
@@ -186,17 +183,18 @@ class Service:
     async def completions(self, request: Request) -> Response:
         body, decode = await self._read(CompletionRequest, request), self._tokenizer.decode
         prompts: list[Sequence[int]] = []
-        echo = []
+        echo: list[str] = []
         for one in body.prompt:
-            is_text = isinstance(one, str)
-            if is_text and body.suffix is not None:
-                prompts.append(await self._around_gap(request, one, body.suffix))
-            else:
-                prompts.append(await self._tokens(request, one) if is_text else one)
-            self._check_room(len(prompts[-1]))
+            text = one if isinstance(one, str) else ""
+            tokens: Sequence[int] = () if isinstance(one, str) else one
+            if body.suffix is not None:
+                tokens = await self._around_gap(request, text, body.suffix)
+            elif text:
+                tokens = await self._tokens(request, text)
+            self._check_room(len(tokens))
+            prompts.append(tokens)
             if body.echo:
-                decoded = one if is_text else await self._aside(request, self._short, len(one), decode, one)
-                echo += [decoded] * body.n
+                echo += [text or await self._aside(request, self._short, len(tokens), decode, tokens)] * body.n
         answer = TextAnswer(body.model, body, sum(map(len, prompts)), self._decode, echo=echo)
         if body.scores:
             completions = await self._score(request, body, answer, prompts)
@@ -629,12 +627,10 @@ def _error(scope: Scope, status: int, message: str, param: str | None = None, co
 
 
 async def _refusal(request: Request, error: Any) -> JSONResponse:
-    """Answer in the event loop, as the next one does: starlette would start a thread for a plain function."""
+    """Answer in the event loop: starlette would start a thread for a plain function."""
+    if not isinstance(error, HTTPException):
+        error = Refused(500, f"the server failed: {type(error).__name__}")
     text = "there is no such path: docs/serving.md lists them" if error.detail == "Not Found" else error.detail
     found = _error(request.scope, error.status_code, text, *(getattr(error, name, None) for name in ("param", "code")))
     found.headers.update(error.headers or {})  # Allow, with 405
     return found
-
-
-async def _failure(request: Request, error: Exception) -> JSONResponse:
-    return _error(request.scope, 500, f"the server failed: {type(error).__name__}")

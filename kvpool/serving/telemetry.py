@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpool.adapters.mlx_lm.engine import Completion, Engine
 from kvpool.groups import arenas_of
-from kvpool.metrics import Collector, Metric
+from kvpool.metrics import Collector
 from kvpool.serving.memory import Memory
 
 FORMS = ("text", "json", "off")
@@ -147,15 +147,13 @@ class ServerMetrics:
     def collect(self) -> Iterator[Any]:
         """Collect the metrics; the registry calls it."""
         engine = self._engine
-        yield from Collector(engine.kv.pool, engine.scheduler, self._more).collect()
+        own = (metric for one in self._memory for metric in one.metrics())
+        yield from Collector(engine.kv.pool, engine.scheduler, lambda: [*engine.metrics(), *own]).collect()
         stats, pool = engine.scheduler.stats(), engine.kv.pool.stats()
         for name, value in THEIRS.items():
             family = GaugeMetricFamily if "requests" in name else CounterMetricFamily
             yield family(name, "See vLLM.", value(stats))
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "See vLLM.", pool.used / (pool.num_blocks - pool.reserved))
-
-    def _more(self) -> list[Metric]:
-        return [*self._engine.metrics(), *(metric for one in self._memory for metric in one.metrics())]
 
     def ended(self, completion: Completion) -> None:
         """Count a completion."""

@@ -108,7 +108,6 @@ class Processes(Turns):
     def __init__(self, how: tuple[bytes, bool], places: int, most: int, weights: Mapping[str, float]) -> None:
         super().__init__(places, most, weights)
         self._limit = CapacityLimiter(places)
-        self._asking, self._is_safe = 0, False
         self._name, self._how = uuid4().hex, how
 
     async def run(self, tenant: str | None, cost: float, text: str, special: bool) -> np.ndarray:
@@ -137,16 +136,7 @@ class Processes(Turns):
             await self._ask("", False, *self._how)
 
     async def _ask(self, *text: Any) -> Any:
-        if not self._asking:
-            self._is_safe = "PYTHONSAFEPATH" in os.environ
-        self._asking += 1
-        os.environ["PYTHONSAFEPATH"] = "1"  # a process that starts takes no `token.py` of this folder for Python's
-        try:
-            return await run_sync(read, self._name, *text, cancellable=True, limiter=self._limit)
-        finally:
-            self._asking -= 1
-            if not (self._asking or self._is_safe):
-                del os.environ["PYTHONSAFEPATH"]
+        return await run_sync(read, self._name, *text, cancellable=True, limiter=self._limit)
 
 
 def shared(tokenizer: Any) -> tuple[bytes, bool] | None:
