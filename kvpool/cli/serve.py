@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     grace, wanted = real("--grace", args.grace, 0, 86400), whole("--max-connections", args.max_connections)
     try:
         from kvpool.adapters.mlx_lm import loading
-        from kvpool.serving import log, process
+        from kvpool.serving import process, telemetry
         from kvpool.serving.app import Settings
     except ImportError as exc:
         raise CommandError(f"needs mlx-lm and a web server ({exc}): {install_command('serve')}") from None
@@ -132,8 +132,8 @@ def run(args: argparse.Namespace) -> int:
         max_connections=connections,
         **settings_of(args),
     )
-    if args.log not in log.FORMS:
-        raise CommandError(f"--log {args.log}: not one of {', '.join(log.FORMS)}")
+    if args.log not in telemetry.FORMS:
+        raise CommandError(f"--log {args.log}: not one of {', '.join(telemetry.FORMS)}")
     publisher = publisher_of(args)
     options["on_events"] = publisher and publisher.publish
     if args.model != "tiny":
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"kvpool serve: loading {args.model} ...", args.log)
         memory: list[Memory] = []
         make, on_ready = partial(make_engine, args, options, settings, bounds, memory), partial(tell, args, url)
-        with log.to_stderr(args.log), wired(args.wired):
+        with telemetry.to_stderr(args.log), wired(args.wired):
             left = asyncio.run(process.serve(make, settings, sock, on_ready, grace, memory))
         said, status = "the engine was lost" if left < 0 else f"stopped, {left} blocks in use", 1 if left else 0
     except OSError as exc:

@@ -12,7 +12,7 @@ from json.encoder import encode_basestring_ascii as quote
 from typing import Any, NamedTuple
 
 from kvpool.adapters.mlx_lm.engine import Completion, Sample, TokenEvent
-from kvpool.serving.requests import ChatRequest, Generation
+from kvpool.serving.requests import ChatRequest, Generation, object_of
 from kvpool.serving.speech import Manner, Reader
 
 Tokens = Sequence[TokenEvent] | None  # that have the logprobs of a text. None: nobody wants them
@@ -20,6 +20,11 @@ Told = dict[str, Any]
 FIELDS = {"thinking": "reasoning_content", "text": "content"}
 LEAST = -9999.0  # in place of a logprob of minus infinity, which JSON does not have
 encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # in ASCII: a model may say half a character
+
+
+def call_id() -> str:
+    """Return an id for a call of a tool."""
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def event(data: Any, name: str | None = None) -> bytes:
@@ -31,31 +36,27 @@ def event(data: Any, name: str | None = None) -> bytes:
 class End(NamedTuple):
     """The end of an answer. `reason` is "eos": by itself; "stop": `by` a stop of the client; "length": by all else."""
 
-    reason: str
+    reason: str = ""  # "": it goes on
     by: str | int | None = None
 
     @classmethod
-    def of(cls, body: Generation, reason: str, token: int | None, stop: str | None) -> End:
-        """Return it by what the engine says of the last token."""
-        by = stop if stop in body.stop else token if reason == "eos" and token in body.stop_token_ids else None
-        return cls("eos" if reason in ("eos", "stop") else "length") if by is None else cls("stop", by)
+    def of(cls, body: Generation, one: TokenEvent | Sample) -> End:
+        """Return it by what the engine says of the last token, or of a sample."""
+        if one.finish_reason is None:
+            return cls()
+        if one.stop in body.stop:
+            return cls("stop", one.stop)
+        last = one.token if isinstance(one, TokenEvent) else int(one.tokens[-1]) if len(one.tokens) else None
+        if one.finish_reason == "eos" and last in body.stop_token_ids:
+            return cls("stop", last)
+        return cls("eos" if one.finish_reason in ("eos", "stop") else "length")
 
-    @classmethod
-    def of_sample(cls, body: Generation, one: Sample) -> End:
-        """Return it of a sample."""
-        return cls.of(body, one.finish_reason, int(one.tokens[-1]) if len(one.tokens) else None, one.stop)
-
-
-def _end(body: Generation, one: TokenEvent) -> End | None:
-    return None if one.finish_reason is None else End.of(body, one.finish_reason, one.token, one.stop)
-
-
-def _reason(end: End | None, calls: bool = False) -> Told:
-    """Return the fields of a choice. `calls`: it ends with calls that are whole."""
-    if end is None:
-        return {"finish_reason": None}
-    why = "length" if end.reason == "length" else "tool_calls" if calls else "stop"
-    return {"finish_reason": why} | ({} if end.by is None else {"stop_reason": end.by})
+    def named(self, calls: bool = False) -> Told:
+        """Return the fields of a choice. `calls`: it ends with calls that are whole."""
+        if not self.reason:
+            return {"finish_reason": None}
+        why = "length" if self.reason == "length" else "tool_calls" if calls else "stop"
+        return {"finish_reason": why} | ({} if self.by is None else {"stop_reason": self.by})
 
 
 class Answer:
@@ -64,7 +65,7 @@ class Answer:
     ping = b""  # of a stream that is silent, beside a comment
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
     first: Callable[[int], list[Told]]  # of a choice's number: what it begins with in a stream
-    delta: Callable[[int, str, End | None, Tokens], Told]  # a piece of a choice
+    delta: Callable[[int, str, End, Tokens], Told]  # a piece of a choice
     plain: Callable[[int, str], str | None]  # what a piece says as JSON, if it is nothing but text: most pieces are
     choice: Callable[[int, str, End, Tokens], Told]  # a whole choice
 
@@ -84,24 +85,23 @@ class Answer:
 
     def told(self, number: int, item: TokenEvent | Completion) -> list[bytes]:
         """Return the events of an item of a stream: a token, or the end of a prompt, if a sample had no last token."""
-        if isinstance(item, TokenEvent):
-            index, tokens, is_plain = self._n * number + item.index, self._nothing, item.finish_reason is None
-            is_plain = is_plain and tokens is None
-            if is_plain and not item.text:
-                return []
-            self._sent[index] = None if item.finish_reason else (self._sent.get(index) or 0) + len(item.text)
-            if is_plain and (said := self.plain(index, item.text)):
-                text = f'{self._begin}{{"index":{index},{said},"logprobs":null,"finish_reason":null}}]}}\n\n'
-                return [text.encode()]
-            if tokens is not None and item.finish_reason != "eos":
-                tokens = [item]
-            delta = self.delta(index, item.text, _end(self._body, item), tokens)
-            is_silent = tokens is None and item.finish_reason is None and delta.get("delta") == {}
-            return [] if is_silent else [self._event(delta)]
-        samples = [(self._n * number + one.output.index, one) for one in item.samples]
-        left = [(index, self._sent.get(index, 0), one) for index, one in samples]
-        ends = [(index, one.text[at:], End.of_sample(self._body, one)) for index, at, one in left if at is not None]
-        return [self._event(self.delta(*one, self._nothing)) for one in ends]
+        if isinstance(item, Completion):
+            samples = [(self._n * number + one.output.index, one) for one in item.samples]
+            left = [(index, self._sent.get(index, 0), one) for index, one in samples]
+            ends = [(index, one.text[at:], End.of(self._body, one)) for index, at, one in left if at is not None]
+            return [self._event(self.delta(*one, self._nothing)) for one in ends]
+        index, tokens, is_plain = self._n * number + item.index, self._nothing, item.finish_reason is None
+        is_plain = is_plain and tokens is None
+        if is_plain and not item.text:
+            return []
+        self._sent[index] = None if item.finish_reason else (self._sent.get(index) or 0) + len(item.text)
+        if is_plain and (said := self.plain(index, item.text)):
+            text = f'{self._begin}{{"index":{index},{said},"logprobs":null,"finish_reason":null}}]}}\n\n'
+            return [text.encode()]
+        if tokens is not None and item.finish_reason != "eos":
+            tokens = [item]
+        delta = self.delta(index, item.text, End.of(self._body, item), tokens)
+        return [] if is_plain and delta.get("delta") == {} else [self._event(delta)]
 
     def hear(self, number: int, item: TokenEvent) -> None:
         """Keep a token for a whole answer with logprobs."""
@@ -116,7 +116,7 @@ class Answer:
         best = [(n, one) for n, completion in enumerate(completions) for one in _best(completion.samples, self._n)]
         heard = [self._tokens.get((number, one.output.index), self._nothing) for number, one in best]
         choices = [
-            self.choice(index, one.text, End.of_sample(self._body, one), tokens)
+            self.choice(index, one.text, End.of(self._body, one), tokens)
             for index, ((_, one), tokens) in enumerate(zip(best, heard, strict=True))
         ]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(completions)}
@@ -147,7 +147,7 @@ class TextAnswer(Answer):
         self.scored: list[list[TokenEvent]] = []
 
     def first(self, index: int) -> list[Told]:
-        return [self.delta(index, self._echo[index], None, self._before(index, None))] if self._echo else []
+        return [self.delta(index, self._echo[index], End(), self._before(index, None))] if self._echo else []
 
     def choice(self, index: int, text: str, end: End, tokens: Tokens) -> Told:
         return self.delta(index, self._echo[index] + text if self._echo else text, end, self._before(index, tokens))
@@ -158,9 +158,9 @@ class TextAnswer(Answer):
     def _before(self, index: int, tokens: Tokens) -> Tokens:
         return [*self.scored[index], *(tokens or ())] if self.scored else tokens
 
-    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> Told:
+    def delta(self, index: int, text: str, end: End, tokens: Tokens) -> Told:
         listed = None if tokens is None else self._logprobs(index, tokens)
-        return {"index": index, "text": text, "logprobs": listed} | _reason(end)
+        return {"index": index, "text": text, "logprobs": listed} | end.named()
 
     def _logprobs(self, index: int, tokens: Sequence[TokenEvent]) -> Told:
         texts, known = [self._decode(one.token) for one in tokens], [one.id is not None and one for one in tokens]
@@ -194,43 +194,37 @@ class ChatAnswer(Answer):
         self._readers[index] = Reader(self._manner)
         return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
 
-    def delta(self, index: int, text: str, end: End | None, tokens: Tokens) -> Told:
-        reader = self._readers[index]
-        return self._choice(index, "delta", self._said(reader, text, end), end, tokens, reader)
-
     def choice(self, index: int, text: str, end: End, tokens: Tokens) -> Told:
-        reader = Reader(self._manner)
-        said = self._said(reader, text, end)
+        self.first(index)
+        told = self.delta(index, text, end, tokens)
+        said = told.pop("delta")
         for call in said.get("tool_calls", ()):
             del call["index"]
-        told = {"role": "assistant", "content": None if reader.num_calls else "", **said}
-        return self._choice(index, "message", told, end, tokens, reader)
+        return told | {"message": {"role": "assistant", "content": None if "tool_calls" in said else "", **said}}
 
     def plain(self, index: int, text: str) -> str | None:
         kind = self._readers[index].plain(text)
         return None if kind is None else f'"delta":{{"{FIELDS[kind]}":{quote(text)}}}'
 
-    def _said(self, reader: Reader, text: str, end: End | None) -> Told:
-        said: Told = {}
+    def delta(self, index: int, text: str, end: End, tokens: Tokens) -> Told:
+        reader, said = self._readers[index], dict[str, Any]()
         last = reader.num_calls - 1
-        for kind, piece in reader.read(text, end is not None, end is not None and end.reason == "eos"):
+        for kind, piece in reader.read(text, end.reason):
             if kind in FIELDS:
                 said[FIELDS[kind]] = said.get(FIELDS[kind], "") + piece
                 continue
             calls = said.setdefault("tool_calls", [])
             if kind == "call":
-                function = {"name": piece.name, "arguments": ""}
-                calls.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
+                last += 1
+                function = {"name": piece, "arguments": ""}
+                calls.append({"index": last, "id": call_id(), "type": "function", "function": function})
             elif calls:
                 calls[-1]["function"]["arguments"] += piece
             else:
                 calls.append({"index": last, "function": {"arguments": piece}})
-        return said
-
-    def _choice(self, index: int, name: str, said: Told, end: End | None, tokens: Tokens, reader: Reader) -> Told:
         listed = None if tokens is None else {"content": [self._logprob(one) for one in tokens], "refusal": None}
         is_called = reader.num_calls > 0 and not reader.is_cut
-        return {"index": index, name: said, "logprobs": listed} | _reason(end, is_called)
+        return {"index": index, "delta": said, "logprobs": listed} | end.named(is_called)
 
     def _logprob(self, one: TokenEvent) -> Told:
         return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*pair) for pair in one.top]}
@@ -243,7 +237,7 @@ class BlockAnswer:
     """An answer that is a list of blocks: thoughts, texts and calls. It is told as `Answer` is, without logprobs."""
 
     ping = b""
-    begun: Callable[[str, Any], Told]  # of "thinking", "text" or "call" with its `Call`: a block that says nothing yet
+    begun: Callable[[str, str], Told]  # of "thinking", "text" or "call" with its name: a block that says nothing yet
     opening: Callable[[int], list[bytes]]
     open: Callable[[int], list[bytes]]  # of a block's number: the events with which it begins
     delta: Callable[[int, str, str], list[bytes]]  # number, kind and text: the events of more text in it
@@ -262,29 +256,28 @@ class BlockAnswer:
 
     def told(self, number: int, item: TokenEvent | Completion) -> list[bytes]:
         if isinstance(item, TokenEvent):
-            return self._read(item.text, _end(self._body, item))
+            return self._read(item.text, End.of(self._body, item))
         sample = item.samples[0]
-        return [] if self._has_ended else self._read(sample.text[self._sent :], End.of_sample(self._body, sample))
+        return [] if self._has_ended else self._read(sample.text[self._sent :], End.of(self._body, sample))
 
     def ending(self, completions: Sequence[Completion]) -> list[bytes]:
         begun = [] if self._blocks else self._add("text", "")
         return [*begun, *self.close(len(self._blocks) - 1), *self.end(completions[0])]
 
     def whole(self, completions: Sequence[Completion]) -> Told:
-        self._read(completions[0].text, End.of_sample(self._body, completions[0].samples[0]))
-        if self._reader.is_cut and self._kinds and self._kinds[-1] == "call" and arguments_of(self._said[-1]) is None:
+        self._read(completions[0].text, End.of(self._body, completions[0].samples[0]))
+        if self._reader.is_cut and self._kinds and self._kinds[-1] == "call" and object_of(self._said[-1]) is None:
             del self._blocks[-1], self._kinds[-1], self._said[-1]  # with any arguments the call would look whole
         if not self._blocks:
             self._add("text", "")
         return self.object(completions[0])
 
-    def _read(self, text: str, end: End | None) -> list[bytes]:
+    def _read(self, text: str, end: End) -> list[bytes]:
         """Keep what a text says. Return the events that say it."""
-        self._sent, self._has_ended = self._sent + len(text), end is not None
-        pieces = self._reader.read(text, end is not None, end is not None and end.reason == "eos")
-        return [one for kind, said in pieces for one in self._add(kind, said)]
+        self._sent, self._has_ended = self._sent + len(text), bool(end.reason)
+        return [one for kind, said in self._reader.read(text, end.reason) for one in self._add(kind, said)]
 
-    def _add(self, kind: str, said: Any) -> list[bytes]:
+    def _add(self, kind: str, said: str) -> list[bytes]:
         """Keep a piece. Return the events that say it: perhaps a new block, and its text."""
         events: list[bytes] = []
         if kind == "call" or not self._blocks or (self._kinds[-1] != kind and kind != "arguments"):
@@ -297,16 +290,6 @@ class BlockAnswer:
             return events
         self._said[-1] += said
         return events + self.delta(len(self._blocks) - 1, kind, said)
-
-
-def arguments_of(text: str) -> Told | None:
-    """Return the arguments of a call as an object. None: they are no such JSON."""
-    try:
-        read = json.loads(text)
-        encode(read)  # 1e999 is none
-    except (ValueError, RecursionError):
-        return None
-    return read if isinstance(read, dict) else None
 
 
 def refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> Told:

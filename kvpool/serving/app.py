@@ -6,10 +6,11 @@ import asyncio
 import hmac
 import logging
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from os.path import commonprefix
@@ -20,6 +21,7 @@ from uuid import uuid4
 import numpy as np
 from asgi_correlation_id import CorrelationIdMiddleware, correlation_id
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -30,12 +32,10 @@ from starlette.types import Message, Receive, Scope, Send
 from kvpool.adapters.mlx_lm.chat import speller
 from kvpool.adapters.mlx_lm.engine import Completion, TokenEvent
 from kvpool.adapters.mlx_lm.grammar import Grammar, Grammars, Trial
-from kvpool.errors import RequestRejected
 from kvpool.retention import Keep
 from kvpool.serving import messages
 from kvpool.serving.answers import Answer, BlockAnswer, ChatAnswer, TextAnswer, encode, refusal
 from kvpool.serving.messages import CountRequest, MessageAnswer, MessagesRequest
-from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.requests import (
     ChatRequest,
     CompletionRequest,
@@ -47,8 +47,9 @@ from kvpool.serving.requests import (
     parse,
 )
 from kvpool.serving.responses import ResponseAnswer, ResponsesRequest
-from kvpool.serving.runner import EngineFailed, Run, Runner, blocks_by_tenant
+from kvpool.serving.runner import Run, Runner, blocks_by_tenant, plain
 from kvpool.serving.speech import Manner
+from kvpool.serving.telemetry import ServerMetrics
 from kvpool.serving.texts import Processes, Threads, shared
 
 T = TypeVar("T")
@@ -57,7 +58,6 @@ PING_SECONDS = 10  # between two comments in a stream: a prompt may be read for 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"  # of the page
 LIVE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Content-Type": "text/event-stream; charset=utf-8"}
 LONGEST_PATH = 200  # bytes of a path in the log
-REJECTED = {"queue_full": 429, "deadline": 504}
 POLLED = {"/health", "/ready", "/metrics", "/status"}  # a line for each would hide the others
 TWO_LENGTHS = {b"content-length", b"transfer-encoding"}  # RFC 9112, 6.3: after both, the connection is closed
 BODY_SECONDS = 30  # for a client to send its body
@@ -95,9 +95,8 @@ class Settings:
 class Service:
     """The endpoints, on a runner that has started.
 
-    `active` requests are not answered yet, from their first line to the end of the answer, `peers` counts them by the
-    address of their client, each of which is a connection, and `ids` has their ids. New ones are refused while it
-    `is_draining`, because the server stops.
+    `active` requests are not answered yet, from their first line to the end of the answer, and `ids` has their ids. New
+    ones are refused while it `is_draining`, because the server stops.
     """
 
     def __init__(self, runner: Runner, settings: Settings, metrics: ServerMetrics) -> None:
@@ -113,12 +112,12 @@ class Service:
         self._short = Threads(AT_A_TIME, apart, weights)
         self._long = Threads(AT_A_TIME, apart, weights)  # of a tokenizer with code of its own
         self._grammars = Threads(1, 1, weights)
+        os.environ["PYTHONSAFEPATH"] = "1"  # a process that starts takes no `token.py` of this folder for Python's
         how = shared(tokenizer)
         self._processes = None if how is None else Processes(how, AT_A_TIME, apart, weights)
         self._texts: Counter[str | None] = Counter()  # of each tenant at the tokenizer
         self.is_draining, self.active = False, 0
         self.ids: set[str] = set()
-        self.peers: Counter[Any] = Counter()
         posts = {"/v1/completions": self.completions, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
         posts |= {"/v1/messages/count_tokens": self.count_tokens} | dict.fromkeys(CHATS, self.chat)
         gets = {"/v1/models": self.models, "/v1/models/{name:path}": self.models, "/metrics": self.statistics}
@@ -127,7 +126,7 @@ class Service:
         routes = [Route(path, self._guarded(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, self._guarded(endpoint)) for path, endpoint in gets.items()]
         self._paths = posts.keys() | gets.keys()
-        app: Any = Starlette(routes=routes, exception_handlers={HTTPException: _refusal, Exception: _failure})
+        app: Any = Starlette(routes=routes, exception_handlers=dict.fromkeys((HTTPException, Exception), _refusal))
         app.router.redirect_slashes = False  # to where the client's Host says
         if settings.origins:
             app = CORSMiddleware(
@@ -143,14 +142,12 @@ class Service:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, count the answer and log it."""
-        status, began, state, peer = 0, time.monotonic(), scope.setdefault("state", {}), scope["client"]
+        status, began, state = 0, time.monotonic(), scope.setdefault("state", {})
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if status == 400 and scope["method"] == "OPTIONS":
-                    state["error"] = "the origin is not one of --allowed-origins"
                 self._metrics.answered(scope["path"] if scope["path"] in self._paths else "other", status)
                 headers = [*message["headers"], (b"request-id", _id().encode())]  # as Anthropic calls it
                 if ignored := state.get("ignored"):
@@ -158,11 +155,13 @@ class Service:
                 if {name for name, _ in scope["headers"]} >= TWO_LENGTHS:  # a proxy may see another request behind it
                     headers = [pair for pair in headers if pair[0] != b"connection"] + [(b"connection", b"close")]
                 message = {**message, "headers": headers}
+            elif status == 400 and "error" not in state:  # of starlette's check of origins: what it sends says why
+                origin = Headers(scope=scope).get("origin")
+                state["error"] = f"{message['body'].decode()} by --allowed-origins: {origin}"[:LONGEST_PATH]
             await send(message)
 
         state["send"] = send
         self.active += 1
-        self.peers[peer] += 1
         try:
             await self._app(scope, receive, counted)
         except asyncio.CancelledError:  # uvicorn waits no longer
@@ -171,8 +170,6 @@ class Service:
         finally:
             self.active -= 1
             self.ids.discard(_id())
-            self.peers[peer] -= 1
-            self.peers += Counter()  # without those that have none
             if status != 200 or scope["path"] not in POLLED:
                 path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
                 told = {"id": _id(), "tenant": state.get("tenant"), "status": status or "no answer"}
@@ -186,17 +183,18 @@ class Service:
     async def completions(self, request: Request) -> Response:
         body, decode = await self._read(CompletionRequest, request), self._tokenizer.decode
         prompts: list[Sequence[int]] = []
-        echo = []
+        echo: list[str] = []
         for one in body.prompt:
-            is_text = isinstance(one, str)
-            if is_text and body.suffix is not None:
-                prompts.append(await self._around_gap(request, one, body.suffix))
-            else:
-                prompts.append(await self._tokens(request, one) if is_text else one)
-            self._check_room(len(prompts[-1]))
+            text = one if isinstance(one, str) else ""
+            tokens: Sequence[int] = () if isinstance(one, str) else one
+            if body.suffix is not None:
+                tokens = await self._around_gap(request, text, body.suffix)
+            elif text:
+                tokens = await self._tokens(request, text)
+            self._check_room(len(tokens))
+            prompts.append(tokens)
             if body.echo:
-                decoded = one if is_text else await self._aside(request, self._short, len(one), decode, one)
-                echo += [decoded] * body.n
+                echo += [text or await self._aside(request, self._short, len(tokens), decode, tokens)] * body.n
         answer = TextAnswer(body.model, body, sum(map(len, prompts)), self._decode, echo=echo)
         if body.scores:
             completions = await self._score(request, body, answer, prompts)
@@ -444,7 +442,7 @@ class Service:
                 read: Grammar = getattr(grammars, kind)(text(grammars.mark) if callable(text) else text, after)
                 return read
             except (ImportError, ValueError) as error:
-                raise Refused(400, f"{field}: {_plain(error)}", field) from error
+                raise Refused(400, f"{field}: {plain(error)}", field) from error
 
         made: list[Grammar] = [await self._aside(request, self._grammars, 1.0, compiled, *form) for form in forms]
         return made[-1]
@@ -540,16 +538,14 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer. Raise an error that comes before the first byte; send a later one as an event."""
-        with _refusals():
-            await self._run.begin()
-        pings = asyncio.create_task(self._ping())
-        try:
-            with suppress(ClientDisconnect):
+        async with self._run:
+            pings = asyncio.create_task(self._ping())
+            try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await _unless_gone(receive, self._pieces(scope["state"]))
-        finally:
-            pings.cancel()
-            self._run.end()
+                with suppress(ClientDisconnect):
+                    await _unless_gone(receive, self._pieces(scope["state"]))
+            finally:
+                pings.cancel()
 
     async def _ping(self) -> None:
         while True:
@@ -568,10 +564,10 @@ class Stream(Response):
                 for number, item in await run.news():
                     events += answer.told(number, item) if item else self._sign()
             events += answer.ending([*run.completions.values()])
-        except EngineFailed as error:
-            state["error"] = str(error)
-            _log.warning("a stream ends early: %s", error, extra={"told": {"id": _id()}})
-            events += answer.failure(str(error))
+        except Refused as why:
+            state["error"] = why.detail
+            _log.warning("a stream ends early: %s", why.detail, extra={"told": {"id": _id()}})
+            events += answer.failure(why.detail)
         await send({"type": "http.response.body", "body": b"".join(events)})
 
     def _sign(self) -> list[bytes]:
@@ -595,9 +591,8 @@ def _answered(data: Any) -> Response:
 
 async def _heard(run: Run) -> list[tuple[int, TokenEvent]]:
     """Return the tokens of a run, once it is over, and the numbers of their prompts; none if it does not listen."""
-    with _refusals():
-        async with run:
-            return [(number, item) async for number, item in run if isinstance(item, TokenEvent)]
+    async with run:
+        return [(number, item) async for number, item in run if isinstance(item, TokenEvent)]
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -619,25 +614,6 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn exceptions of the engine into `Refused`, which its client gets."""
-    try:
-        yield
-    except RequestRejected as error:
-        status = REJECTED.get(error.reason, 400)
-        raise Refused(status, _plain(error), code=error.reason, wait=error.wait) from error
-    except (TypeError, ValueError) as error:
-        raise Refused(400, _plain(error)) from error
-    except EngineFailed as error:
-        raise Refused(error.status, str(error), code=error.code) from error
-
-
-def _plain(error: Exception) -> str:
-    """Return a message without the ``[call]`` at its beginning."""
-    return str(error).partition("] ")[2] or str(error)
-
-
 def _id() -> str:
     return correlation_id.get() or ""
 
@@ -651,12 +627,10 @@ def _error(scope: Scope, status: int, message: str, param: str | None = None, co
 
 
 async def _refusal(request: Request, error: Any) -> JSONResponse:
-    """Answer in the event loop, as the next one does: starlette would start a thread for a plain function."""
+    """Answer in the event loop: starlette would start a thread for a plain function."""
+    if not isinstance(error, HTTPException):
+        error = Refused(500, f"the server failed: {type(error).__name__}")
     text = "there is no such path: docs/serving.md lists them" if error.detail == "Not Found" else error.detail
     found = _error(request.scope, error.status_code, text, *(getattr(error, name, None) for name in ("param", "code")))
     found.headers.update(error.headers or {})  # Allow, with 405
     return found
-
-
-async def _failure(request: Request, error: Exception) -> JSONResponse:
-    return _error(request.scope, 500, f"the server failed: {type(error).__name__}")

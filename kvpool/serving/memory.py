@@ -17,7 +17,7 @@ from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.config import available_memory_nbytes, format_nbytes, memory_pressure
 from kvpool.governor import KEEP, Governor, Holder, Machine
 from kvpool.metrics import Metric, gauge
-from kvpool.serving.reader import trim
+from kvpool.serving.texts import trim
 
 if TYPE_CHECKING:
     from kvpool.serving.runner import Runner

@@ -11,8 +11,8 @@ from anthropic.types.beta.message_create_params import MessageCreateParamsBase
 from pydantic import Field
 
 from kvpool.adapters.mlx_lm.engine import Completion
-from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
-from kvpool.serving.requests import MARKED, MOST, TOOLS, Dicts, Indirect, Refused, Stops, as_sdk, text_of
+from kvpool.serving.answers import BlockAnswer, End, call_id, event
+from kvpool.serving.requests import MARKED, MOST, TOOLS, Dicts, Indirect, Refused, Stops, as_sdk, object_of, text_of
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 DELTAS = {  # of a piece: how its event is called, and the field
@@ -134,9 +134,9 @@ class MessageAnswer(BlockAnswer):
         end = {"stop_reason": None, "stop_sequence": None}
         return [_event("message_start", message={**self._head, "content": [], **end, "usage": usage})]
 
-    def begun(self, kind: str, said: Any) -> dict[str, Any]:
+    def begun(self, kind: str, said: str) -> dict[str, Any]:
         if kind == "call":
-            return {"type": "tool_use", "id": said.id, "name": said.name, "input": {}}
+            return {"type": "tool_use", "id": call_id(), "name": said, "input": {}}
         return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
     def open(self, index: int) -> list[bytes]:
@@ -159,14 +159,14 @@ class MessageAnswer(BlockAnswer):
     def object(self, completion: Completion) -> dict[str, Any]:
         for block, said in zip(self._blocks, self._said, strict=True):
             if block["type"] == "tool_use":
-                block["input"] = arguments_of(said) or {}
+                block["input"] = object_of(said) or {}
             else:
                 block[block["type"]] = said
         end, usage = self._end(completion), self._usage(completion)
         return {**self._head, "content": self._blocks, **end, "usage": usage}
 
     def _end(self, completion: Completion) -> dict[str, Any]:
-        end = End.of_sample(self._body, completion.samples[0])
+        end = End.of(self._body, completion.samples[0])
         if self._reader.num_calls and end.reason != "length" and not self._reader.is_cut:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": REASONS[end.reason], "stop_sequence": end.by}

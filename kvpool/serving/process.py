@@ -21,10 +21,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvpool.adapters.mlx_lm.engine import Engine
 from kvpool.serving.app import Service, Settings
-from kvpool.serving.log import report
 from kvpool.serving.memory import Memory
-from kvpool.serving.metrics import ServerMetrics
 from kvpool.serving.runner import Runner
+from kvpool.serving.telemetry import ServerMetrics, report
 
 INTERRUPTED = 130  # exit status after a second signal
 SAME_SIGNAL = 0.5  # seconds in which signals count as one: a shell and a wrapper may both send theirs
@@ -44,13 +43,13 @@ class _Connection(H11Protocol):
     idled longest makes room. It may be the new one: then all others are busy.
     """
 
-    service: ClassVar[Service]
     most: ClassVar[int]  # connections
+    metrics: ClassVar[ServerMetrics]
     connections: set[Any]  # uvicorn's: all that there are
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._line, self._peer = transport, self.client  # as requests name it: of IPv6 the system says more
+        self._line = transport
         self._unread, self._seen = 0, time.monotonic()  # bytes for the client; when it last was busy, or read some
         idle = [one for one in self.connections if not one.is_busy]
         if len(self.connections) > self.most and idle:
@@ -62,10 +61,15 @@ class _Connection(H11Protocol):
         except LocalProtocolError:  # what came is not HTTP, and half of an answer is out: uvicorn sends another one
             self.drop()
 
+    def send_400_response(self, msg: str) -> None:
+        self.metrics.answered("invalid", 400)
+        super().send_400_response(msg)
+
     @property
     def is_busy(self) -> bool:
         """Whether a request is here, or its answer is not read."""
-        return self.service.peers[self._peer] > 0 or self._line.get_write_buffer_size() > 0
+        is_asked = self.cycle is not None and not self.cycle.response_complete
+        return is_asked or self._line.get_write_buffer_size() > 0
 
     def drop(self) -> None:
         """Close it at once."""
@@ -132,8 +136,8 @@ async def serve(
         raise
     metrics.watch(runner.engine, memory)
     service = Service(runner, settings, metrics)
-    _Connection.service, _Connection.most = service, settings.max_connections + SPARE
-    server = _server(service, metrics)
+    _Connection.most, _Connection.metrics = settings.max_connections + SPARE, metrics
+    server = _server(service)
     connections: set[Any] = server.server_state.connections
 
     async def drain() -> int:
@@ -170,8 +174,8 @@ async def serve(
     return left if runner.failure is None else -1
 
 
-def _server(service: Service, metrics: ServerMetrics) -> uvicorn.Server:
-    """Return uvicorn's server. `serve` has the signals; requests that are not HTTP are counted by their log."""
+def _server(service: Service) -> uvicorn.Server:
+    """Return uvicorn's server. `serve` has the signals."""
     config = uvicorn.Config(
         service,
         http=_Connection,
@@ -187,13 +191,6 @@ def _server(service: Service, metrics: ServerMetrics) -> uvicorn.Server:
     )
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
-
-    def counted(record: logging.LogRecord) -> bool:
-        if record.getMessage().startswith("Invalid HTTP"):
-            metrics.answered("invalid", 400)
-        return True
-
-    logging.getLogger("uvicorn.error").addFilter(counted)
     return server
 
 

@@ -52,6 +52,7 @@ OFF = {"stop": ""} | dict.fromkeys(("max_completion_tokens", "max_output_tokens"
 KEPT = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 PLAIN = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 UNIONS = (Union, UnionType)
+T = TypeVar("T")
 Form = TypeVar("Form", bound="Request")
 
 
@@ -316,12 +317,23 @@ class Generation(Request):
         return [] if kind == "text" else [("schema", {"type": "object"}, field)]
 
 
+_Text = Annotated[str, Field(min_length=1)]
+_Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+_Prompts = Annotated[list[T], Field(min_length=1, max_length=PROMPTS, fail_fast=True)]
+
+
+def _listed(prompt: Any) -> Any:
+    """Return a prompt, which is text or a list of tokens, as a list of one."""
+    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int)
+    return [prompt] if is_one else prompt
+
+
 class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
     official: ClassVar = completion_create_params.CompletionCreateParamsBase.__annotations__
 
-    prompt: Any
+    prompt: Annotated[_Prompts[_Text] | _Prompts[_Tokens], BeforeValidator(_listed)]
     suffix: str | None = None
     logprobs: int | None = Field(None, ge=0, le=TOPS)
     best_of: int | None = Field(None, ge=1, le=64)
@@ -347,24 +359,6 @@ class CompletionRequest(Generation):
     @property
     def tops(self) -> int | None:
         return self.logprobs
-
-    @pydantic.field_validator("prompt")
-    @classmethod
-    def _prompts(cls, value: Any) -> list[str] | list[list[int]]:
-        """Return texts or lists of tokens. The check stops at the first error."""
-        many = [value] if isinstance(value, str) else value
-        if not isinstance(many, list) or not many:
-            raise ValueError("must be text, tokens, or a list of texts or of lists of tokens")
-        if not isinstance(many[0], str | list):
-            many = [many]
-        if len(many) > PROMPTS:
-            raise ValueError(f"{len(many)} prompts, the limit is {PROMPTS}")
-        for prompt in many:
-            if not isinstance(prompt, type(many[0])) or not prompt:
-                raise ValueError("every prompt must be text or a list of tokens, all of one kind, none empty")
-            if isinstance(prompt, list) and not all(type(token) is int and 0 <= token <= MOST for token in prompt):
-                raise ValueError("tokens must be integers from 0")
-        return many
 
 
 def named(tools: Dicts) -> Dicts:
@@ -548,18 +542,18 @@ def text_of(content: Any, place: str, kinds: tuple[str, ...] = ("text", "refusal
     return "".join([part.get("text") or part.get("refusal") or "" for part in content])
 
 
-def _call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return an earlier call of a tool as chat templates take it. Broken arguments become the text of one."""
+def object_of(text: str) -> dict[str, Any] | None:
+    """Return an object of JSON, such as the arguments of a call. None: the text is none."""
     try:
-        read = json.loads(arguments or "{}")
+        read = json.loads(text)
+        json.dumps(read, allow_nan=False)  # 1e999 is none
     except (ValueError, RecursionError):
-        read = None
-    read = read if isinstance(read, dict) else {"arguments": arguments}
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": read}}
+        return None
+    return read if isinstance(read, dict) else None
 
 
 def _plain(one: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a message as chat templates take it."""
+    """Return a message as chat templates take it. Broken arguments of a call become the text of one."""
     role = {"developer": "system", "function": "tool"}.get(one["role"], one["role"])
     told = {"role": role, "content": text_of(one.get("content"), f"{place}.content")}
     told |= {name: one[name] for name in ("name", "tool_call_id") if one.get(name)}
@@ -569,7 +563,9 @@ def _plain(one: dict[str, Any], place: str) -> dict[str, Any]:
     for call in one.get("tool_calls") or ():
         said = call.get("function") or call.get("custom") or {}
         text = said.get("arguments") or json.dumps({"input": said["input"]} if "input" in said else {})
-        calls.append(_call_of(call["id"], said["name"], text))
+        read = object_of(text)
+        function = {"name": said["name"], "arguments": {"arguments": text} if read is None else read}
+        calls.append({"id": call["id"], "type": "function", "function": function})
     return told | ({"tool_calls": calls} if calls else {})
 
 

@@ -11,8 +11,8 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from pydantic import Field
 
 from kvpool.adapters.mlx_lm.engine import Completion
-from kvpool.serving.answers import BlockAnswer, End, arguments_of, event
-from kvpool.serving.requests import MOST, TOOLS, Dicts, Indirect, Refused, text_of
+from kvpool.serving.answers import BlockAnswer, End, call_id, event
+from kvpool.serving.requests import MOST, TOOLS, Dicts, Indirect, Refused, object_of, text_of
 
 TYPES = {"text": "output_text", "thinking": "reasoning_text"}
 MORE: dict[str, dict[str, Any]] = {"text": {"logprobs": []}, "thinking": {}}
@@ -145,50 +145,49 @@ class ResponseAnswer(BlockAnswer):
     def opening(self, prompts: int) -> list[bytes]:
         return [self._event(f"response.{name}", response=self._head) for name in ("created", "in_progress")]
 
-    def begun(self, kind: str, said: Any) -> dict[str, Any]:
+    def begun(self, kind: str, said: str) -> dict[str, Any]:
         if kind == "call":
-            is_free = said.name in self._free
+            is_free = said in self._free
             head = {"type": "custom_tool_call", "input": ""} if is_free else {"type": "function_call", "arguments": ""}
-            own = {"id": f"fc_{uuid.uuid4().hex}", "call_id": said.id, "name": said.name, "status": "in_progress"}
-            return head | own
-        name, own = ITEMS[kind], {"summary": []} if kind == "thinking" else {"role": "assistant"}
+            return head | {"id": f"fc_{uuid.uuid4().hex}", "call_id": call_id(), "name": said, "status": "in_progress"}
+        own: dict[str, Any] = {"summary": []} if kind == "thinking" else {"role": "assistant"}
+        name = ITEMS[kind]
         return {"type": name, "id": f"{name[:3]}_{uuid.uuid4().hex}", "status": "in_progress", "content": [], **own}
 
     def _part(self, kind: str, text: str) -> dict[str, Any]:
         more: dict[str, Any] = {"annotations": []} if kind == "text" else {}
         return {"type": TYPES[kind], "text": text, **more, **MORE[kind]}
 
+    def _of(self, index: int, name: str, /, **fields: Any) -> bytes:
+        """Return an event of a block."""
+        place = {} if self._kinds[index] == "call" else {"content_index": 0}
+        fields = {"item_id": self._blocks[index]["id"], "output_index": index} | place | fields
+        return self._event(f"response.{name}", **fields)
+
     def open(self, index: int) -> list[bytes]:
         block, kind = self._blocks[index], self._kinds[index]
         events = [self._event("response.output_item.added", output_index=index, item=block)]
-        if kind == "call":
-            return events
-        where = {"item_id": block["id"], "output_index": index, "content_index": 0}
-        return [*events, self._event("response.content_part.added", **where, part=self._part(kind, ""))]
+        return events if kind == "call" else [*events, self._of(index, "content_part.added", part=self._part(kind, ""))]
 
     def delta(self, index: int, kind: str, said: str) -> list[bytes]:
         """Return the events of more text. The input of a tool that takes free text is told at its end."""
-        block, where = self._blocks[index], {"item_id": self._blocks[index]["id"], "output_index": index}
-        if block["type"] == "custom_tool_call":
+        if self._blocks[index]["type"] == "custom_tool_call":
             return []
-        if kind == "arguments":
-            return [self._event("response.function_call_arguments.delta", **where, delta=said)]
-        return [self._event(f"response.{TYPES[kind]}.delta", **where, content_index=0, delta=said, **MORE[kind])]
+        name = "function_call_arguments" if kind == "arguments" else TYPES[kind]
+        return [self._of(index, f"{name}.delta", delta=said, **MORE.get(kind, {}))]
 
     def close(self, index: int) -> list[bytes]:
-        item, kind = self._item(index), self._kinds[index]
-        where = {"item_id": item["id"], "output_index": index}
+        item, kind, told = self._item(index), self._kinds[index], self._of
         if item["type"] == "custom_tool_call":
-            said = item["input"]
-            events = [self._event("response.custom_tool_call_input.delta", **where, delta=said)]
-            events += [self._event("response.custom_tool_call_input.done", **where, input=said)]
+            name, said = "custom_tool_call_input", item["input"]
+            events = [told(index, f"{name}.delta", delta=said), told(index, f"{name}.done", input=said)]
         elif kind == "call":
             own = {"name": item["name"], "arguments": item["arguments"]}
-            events = [self._event("response.function_call_arguments.done", **where, **own)]
+            events = [told(index, "function_call_arguments.done", **own)]
         else:
-            where["content_index"], part = 0, item["content"][0]
-            events = [self._event(f"response.{part['type']}.done", **where, text=part["text"], **MORE[kind])]
-            events += [self._event("response.content_part.done", **where, part=part)]
+            part = item["content"][0]
+            events = [told(index, f"{TYPES[kind]}.done", text=part["text"], **MORE[kind])]
+            events += [told(index, "content_part.done", part=part)]
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _item(self, index: int) -> dict[str, Any]:
@@ -197,7 +196,7 @@ class ResponseAnswer(BlockAnswer):
         is_cut = self._has_ended and self._reader.is_cut and index == len(self._blocks) - 1
         own: dict[str, Any] = {"status": "incomplete" if is_cut else "completed"}
         if block["type"] == "custom_tool_call":
-            own["input"] = (arguments_of(said) or {}).get("input", said)
+            own["input"] = (object_of(said) or {}).get("input", said)
         elif kind == "call":
             own["arguments"] = said
         else:
@@ -224,6 +223,6 @@ class ResponseAnswer(BlockAnswer):
         }
         items = [self._item(index) for index in range(len(self._blocks))]
         told = told | {"status": "completed", "output": items, "usage": usage}
-        if End.of_sample(self._body, sample).reason == "length" or self._reader.is_cut:
+        if End.of(self._body, sample).reason == "length" or self._reader.is_cut:
             told |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return told

@@ -17,19 +17,13 @@ from typing import Any, Self, TypeVar
 from kvpool.adapters.mlx_lm.engine import Completion, Engine, TokenEvent
 from kvpool.errors import RequestRejected
 from kvpool.groups import arenas_of
+from kvpool.serving.requests import Refused
 
+REJECTED = {"queue_full": 429, "deadline": 504}
 KEPT = 1 / 8  # of a pool: docs/numbers.md#prompts-that-stay-cached says what others lose by it
 UNREAD = 2**16  # tokens and likely tokens of a stream that wait for its client
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-
-class EngineFailed(Exception):
-    """The engine, or the server, ended a request. It may be sent again. `status` is that of HTTP, `code` of the API."""
-
-    def __init__(self, message: str, status: int = 500, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 class Runner:
@@ -83,7 +77,7 @@ class Runner:
             calls += [self._calls.get() for _ in range(self._calls.qsize())]
             for call in [*calls, self._step]:
                 if call is None:
-                    self._tell_all(EngineFailed("the server stops", 503))
+                    self._tell_all(Refused(503, "the server stops"))
                     if self.failure is None:
                         engine.close()
                     self._tell()
@@ -92,11 +86,11 @@ class Runner:
                     call(engine)
                 except BaseException as error:  # libraries in Rust raise others than Exception
                     _log.error("the engine failed", exc_info=error)
-                    self._tell_all(EngineFailed(f"the engine failed: {type(error).__name__}"))
+                    self._tell_all(Refused(500, f"the engine failed: {type(error).__name__}"))
                     self._recover(engine)
             self._tell()
 
-    def _tell_all(self, why: EngineFailed) -> None:
+    def _tell_all(self, why: Refused) -> None:
         self._news += [(run, why) for run in {run for run, _ in self._owners.values()}]
         self._owners.clear()
 
@@ -120,7 +114,7 @@ class Runner:
     def begin(self, run: Run, engine: Engine) -> None:
         """Submit all prompts of a run, or none."""
         if self.failure is not None:
-            self._news.append((run, EngineFailed("the engine is lost")))
+            self._news.append((run, Refused(500, "the engine is lost")))
             return
         try:
             if run.options.get("keep") is not None:
@@ -130,10 +124,7 @@ class Runner:
                 self._owners[id] = run, number
                 run.ids.append(id)
         except BaseException as error:
-            if not isinstance(error, TypeError | ValueError | RequestRejected):
-                _log.error("a request failed", exc_info=error)
-                error = EngineFailed(f"the request failed: {type(error).__name__}")
-            self._news.append((run, error))  # first: to cancel may fail, too
+            self._news.append((run, _refusal(error)))  # first: to cancel may fail, too
             self.cancel(run, engine)
         else:
             self._news.append((run, None))
@@ -210,11 +201,26 @@ def _look(run: Run, engine: Engine) -> None:
     run.num_read = sum(pool.num_tokens(handle) for request, handle in running(engine) if request.id in ids)
 
 
-def _wrong(completion: Completion) -> EngineFailed | None:
+def plain(error: BaseException) -> str:
+    """Return a message without the ``[call]`` at its beginning."""
+    return str(error).partition("] ")[2] or str(error)
+
+
+def _refusal(error: BaseException) -> Refused:
+    """Return what the client of a request is told that could not begin."""
+    if isinstance(error, RequestRejected):
+        return Refused(REJECTED.get(error.reason, 400), plain(error), code=error.reason, wait=error.wait)
+    if isinstance(error, TypeError | ValueError):
+        return Refused(400, plain(error))
+    _log.error("a request failed", exc_info=error)
+    return Refused(500, f"the request failed: {type(error).__name__}")
+
+
+def _wrong(completion: Completion) -> Refused | None:
     if completion.error is not None:
-        return EngineFailed(f"the answer cannot be made: {type(completion.error).__name__}")
+        return Refused(500, f"the answer cannot be made: {type(completion.error).__name__}")
     if all(sample.finish_reason == "deadline" and not len(sample.tokens) for sample in completion.samples):
-        return EngineFailed("the deadline passed before the first token", 504, "deadline")
+        return Refused(504, "the deadline passed before the first token", code="deadline")
     return None
 
 
@@ -222,8 +228,8 @@ class Run:
     """One or more prompts of a client with the same options: ``async with run: async for number, item in run``.
 
     An item is a `TokenEvent`, of a run that `listens`. The last item of each prompt is a `Completion`. If you leave the
-    block early, what still runs is cancelled. Entering and iterating raise what the engine raised: `RequestRejected`,
-    `ValueError`, `EngineFailed`.
+    block early, what still runs is cancelled. Entering and iterating raise `Refused` if the engine, or the server, does
+    not begin a prompt or ends it.
     """
 
     def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], listens: bool, options: dict[str, Any]):
@@ -232,8 +238,8 @@ class Run:
         self.completions: dict[int, Completion] = {}  # of the prompts, by number
         self.num_read = self._num_heard = 0  # tokens: of the prompts, when `look` was last called; of the answer
         self._most = UNREAD // (1 + options.get("top_logprobs", 0))
-        self._items: list[Any] = []  # that nobody has read
-        self._came: asyncio.Future[None] | None = None  # what waits for an item
+        self._items: asyncio.Queue[Any] = asyncio.Queue()  # that nobody has read
+        self._is_refused = False
 
     def listener(self, number: int, news: list[tuple[Run, Any]]) -> Callable[[TokenEvent], None] | None:
         """Return the listener that the engine calls with each token of a prompt."""
@@ -241,38 +247,14 @@ class Run:
 
     def put(self, item: Any) -> None:
         """Take an item. Behind an exception comes nothing more."""
-        if not (self._items and isinstance(self._items[-1], Exception)):
-            if len(self._items) >= self._most:
-                item = EngineFailed("the client reads too slowly", 503)
-                self.end()
-            self._items.append(item)
-            if self._came is not None and not self._came.done():
-                self._came.set_result(None)
+        if not self._is_refused:
+            if self._items.qsize() >= self._most:
+                item = Refused(503, "the client reads too slowly")
+                self._end()
+            self._is_refused = isinstance(item, Refused)
+            self._items.put_nowait(item)
 
-    async def _first(self) -> Any:
-        """Wait until there is an item."""
-        if not self._items:
-            self._came = asyncio.get_running_loop().create_future()
-            await self._came
-        return self._items[0]
-
-    async def begin(self) -> Self:
-        """Give it to the engine, as entering the block does."""
-        if self._runner.is_stopping:
-            self.put(EngineFailed("the server stops", 503))
-        else:
-            self._runner.call(self._runner.begin, self)
-        try:
-            if isinstance(item := await self._first(), Exception):
-                raise item
-        except BaseException:
-            self.end()
-            raise
-        del self._items[0]
-        return self
-
-    def end(self) -> None:
-        """Cancel what still runs, as leaving the block does. You may call it at any time."""
+    def _end(self) -> None:
         self._runner.call(self._runner.cancel, self)
 
     def look(self) -> int:
@@ -294,19 +276,31 @@ class Run:
             "first": None if first is None else round(first, 3),
         }
 
-    __aenter__ = begin
+    async def __aenter__(self) -> Self:
+        if self._runner.is_stopping:
+            raise Refused(503, "the server stops")
+        self._runner.call(self._runner.begin, self)
+        try:
+            if isinstance(item := await self._items.get(), Refused):
+                raise item
+        except BaseException:
+            self._end()
+            raise
+        return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self.end()
+        self._end()
 
     async def news(self) -> list[tuple[int, Any]]:
         """Return all that has come since the last time, once there is something."""
-        await self._first()
-        items, self._items = self._items, []
-        if isinstance(items[-1], Exception):
-            self._items.append(items.pop())
+        items = [await self._items.get()]
+        while not self._items.empty():
+            items.append(self._items.get_nowait())
+        if isinstance(items[-1], Refused):
+            why = items.pop()
             if not items:
-                raise self._items[0]
+                raise why
+            self._items.put_nowait(why)
         for number, item in items:
             if isinstance(item, Completion):
                 self.completions[number] = item

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvpool.adapters.mlx_lm.chat import TAIL
@@ -16,16 +15,7 @@ MOST_CALLS = 16  # of an answer whose calls a grammar forces
 OPENS, NAMED, CLOSES = '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"
 """What stands before the name, before the arguments and behind them in a call that a grammar forces. No JSON that the
 grammar allows has a new line, so these marks are not part of arguments."""
-Piece = tuple[str, Any]  # "thinking", "text", "arguments" with a string; "call" with a `Call`, before its arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The call number `index` of an answer."""
-
-    name: str
-    index: int
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+Piece = tuple[str, str]  # "thinking", "text", "arguments" with a string; "call" with its name, before its arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +103,8 @@ class Reader:
             return None
         return self._kind
 
-    def read(self, text: str, is_last: bool, is_whole: bool = True) -> list[Piece]:
-        """Return what is said now, in order. The last text is not whole if something else than the model ended it."""
+    def read(self, text: str, end: str = "") -> list[Piece]:
+        """Return what is said now, in order. `end` says why no text follows; "eos": the model itself has ended it."""
         self._held += text
         pieces: list[Piece] = []
         while (found := self._next_mark()) is not None:
@@ -122,12 +112,12 @@ class Reader:
             pieces += self._said(self._held[:at], mark)
             self._held = self._held[at + len(mark) :]
             self._kind, self._opened, self._is_fresh = self._marks[self._kind][mark], mark, True
-        if is_last and not is_whole:
+        if end not in ("", "eos"):
             return pieces + self._rest()
-        if self._kind in ("call", "name") and not is_last:
+        if self._kind in ("call", "name") and not end:
             return pieces
-        end = len(self._held) - (0 if is_last else self._beginning())
-        ready, self._held = self._held[:end], self._held[end:]
+        size = len(self._held) - (0 if end else self._beginning())
+        ready, self._held = self._held[:size], self._held[size:]
         return pieces + self._said(ready, "")
 
     def _rest(self) -> list[Piece]:
@@ -178,7 +168,7 @@ class Reader:
 
     def _called(self, name: str, arguments: str) -> list[Piece]:
         self.num_calls += 1
-        return [("call", Call(name, self.num_calls - 1)), ("arguments", arguments)]
+        return [("call", name), ("arguments", arguments)]
 
 
 def grammar_of_calls(mark: Callable[[str], str], tools: Mapping[str, Any], most: int, other: Any = None) -> str:

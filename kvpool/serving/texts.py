@@ -1,9 +1,15 @@
-"""Tokenizes texts: in the fair order of their tenants, and long ones in processes that can be killed."""
+"""Tokenizes texts: in the fair order of their tenants, and long ones in processes that can be killed.
+
+These processes import this module, so it imports neither MLX nor transformers before it needs them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import signal
+from array import array
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -13,15 +19,14 @@ from uuid import uuid4
 import numpy as np
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_thread
 from anyio.to_process import run_sync
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers import PreTrainedTokenizerFast
-
-from kvpool.serving.reader import read, trim
+from tokenizers import Tokenizer
 
 T = TypeVar("T")
 OVERRIDDEN = ("encode", "__call__", "_encode_plus", "apply_chat_template")
 HUGE = 2**20  # characters of a text whose memory is given back to the system
 LOADS = 1.0  # seconds that a process goes on with a text of nobody: another one takes about as long to load
+trim: Callable[[int], Any] = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)  # glibc has it
+_made: dict[str, Tokenizer] = {}  # of a process that tokenizes, by name
 
 
 class Turns:
@@ -103,7 +108,6 @@ class Processes(Turns):
     def __init__(self, how: tuple[bytes, bool], places: int, most: int, weights: Mapping[str, float]) -> None:
         super().__init__(places, most, weights)
         self._limit = CapacityLimiter(places)
-        self._asking, self._is_safe = 0, False
         self._name, self._how = uuid4().hex, how
 
     async def run(self, tenant: str | None, cost: float, text: str, special: bool) -> np.ndarray:
@@ -132,23 +136,46 @@ class Processes(Turns):
             await self._ask("", False, *self._how)
 
     async def _ask(self, *text: Any) -> Any:
-        if not self._asking:
-            self._is_safe = "PYTHONSAFEPATH" in os.environ
-        self._asking += 1
-        os.environ["PYTHONSAFEPATH"] = "1"  # a process that starts takes no `token.py` of this folder for Python's
-        try:
-            return await run_sync(read, self._name, *text, cancellable=True, limiter=self._limit)
-        finally:
-            self._asking -= 1
-            if not (self._asking or self._is_safe):
-                del os.environ["PYTHONSAFEPATH"]
+        return await run_sync(read, self._name, *text, cancellable=True, limiter=self._limit)
 
 
 def shared(tokenizer: Any) -> tuple[bytes, bool] | None:
     """Return a tokenizer as JSON, and whether names of special tokens are text. None: it has code of its own."""
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from transformers import PreTrainedTokenizerFast
+
     inner = getattr(tokenizer, "_tokenizer", None)
     if type(tokenizer) is not TokenizerWrapper or not isinstance(inner, PreTrainedTokenizerFast):
         return None
     if any(getattr(type(inner), name) is not getattr(PreTrainedTokenizerFast, name) for name in OVERRIDDEN):
         return None
     return inner.backend_tokenizer.to_str().encode(), inner.split_special_tokens
+
+
+def _load(tokenizer: bytes, splits: bool) -> Tokenizer:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread of its own would have an arena of malloc of its own
+    for sent in (signal.SIGINT, signal.SIGHUP):  # by the terminal, also to the server, which ends this process
+        signal.signal(sent, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a pipe that nobody reads: what Rust says of a panic would fill it
+    made = Tokenizer.from_buffer(tokenizer)
+    made.no_truncation()
+    made.no_padding()
+    made.encode_special_tokens = splits
+    return made
+
+
+def read(name: str, text: str, special: bool, *how: Any) -> array[int] | None:
+    """Tokenize in a process of its own, with or without what begins and ends a prompt. Raise ValueError if that fails.
+
+    None: the tokenizer of this name has to be made, by `how`: its JSON, and whether names of special tokens are text.
+    """
+    try:
+        if how:
+            _made[name] = _load(*how)
+        if name not in _made:
+            return None
+        return array("i", _made[name].encode_batch_fast([text], add_special_tokens=special)[0].ids)
+    except BaseException as error:  # a panic in Rust cannot be pickled
+        raise ValueError(str(error)[:1000]) from None
+    finally:
+        trim(0)

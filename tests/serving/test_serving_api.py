@@ -7,7 +7,7 @@ from mlx_models import on_cpu
 
 from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.adapters.mlx_lm.engine import TokenEvent
-from kvpool.serving.answers import TextAnswer
+from kvpool.serving.answers import End, TextAnswer
 from kvpool.serving.requests import CompletionRequest
 
 OPTIONS = ("--num-blocks", "400", "--kv-block-size", "8")  # of the server
@@ -145,7 +145,7 @@ def test_likely_tokens_with_one_text_are_all_told():
     event = TokenEvent("a", 0, 127, -0.1, "", None, top)
     body = CompletionRequest.of({"prompt": "a", "logprobs": 4})
     form = TextAnswer("m", body, 1, lambda token: "A" if token == 65 else "\ufffd")
-    (told,) = form.delta(0, "", None, [event])["logprobs"]["top_logprobs"]
+    (told,) = form.delta(0, "", End(), [event])["logprobs"]["top_logprobs"]
     assert told == {"\ufffd": -0.1, "token_id:102": -9.0, "A": -9.2, "token_id:3": -9.5}
 
 

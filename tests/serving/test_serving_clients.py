@@ -184,7 +184,7 @@ def test_model_has_all_its_names(server, client):
 )
 def test_wrong_path_or_method_is_told_in_the_form_of_its_api(server, method, path, due):
     status, headers, text = server.ask(method, path)
-    assert (status, headers.get("allow")) == due
+    assert (status, headers.get("allow")) == due and headers["x-request-id"] == headers["request-id"] != ""
     assert ("type" in json.loads(text)) == path.startswith("/v1/messages")
 
 
@@ -214,14 +214,22 @@ def test_stream_of_a_long_prompt_says_how_far_it_is_read(path):
 
 
 def test_page_of_another_origin_may_ask_if_it_is_allowed():
-    page = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    page, refused = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}, []
     with Server("--num-blocks", "40", "--allowed-origins", "https://chat.example,https://b.example") as one:
-        for origin, is_allowed in (("https://chat.example", True), ("https://evil.example", False)):
-            status, headers, _ = one.ask("OPTIONS", "/v1/chat/completions", **page | {"Origin": origin})
-            assert (status == 200) == is_allowed == (headers.get("access-control-allow-origin") == origin)
+        for origin, more, why in (
+            ("https://chat.example", {}, ""),
+            ("https://evil.example", {}, "Disallowed CORS origin"),
+            ("https://b.example", {"Access-Control-Request-Method": "BREW"}, "Disallowed CORS method"),
+            ("https://b.example", {"Access-Control-Request-Private-Network": "true"}, "CORS private-network"),
+        ):
+            status, headers, text = one.ask("OPTIONS", "/v1/messages", **page | {"Origin": origin} | more)
+            assert (status, why in text) == (400 if why else 200, True) and headers["x-request-id"].startswith("req_")
+            assert ("evil" in origin) == (headers.get("access-control-allow-origin") != origin)
+            refused += [f"{headers['request-id']} status=400", f"{why} by --allowed-origins: {origin}"] if why else []
         headers = one.ask("GET", "/health", Origin="https://b.example")[1]
         assert headers["access-control-allow-origin"] == "https://b.example"
-    assert any(b"status=400" in line and b"--allowed-origins" in line for line in one.errors)
+    log = b"".join(one.errors).decode()
+    assert len(refused) == 6 and all(part in log for part in refused), log
 
 
 def test_options_of_the_server_are_the_defaults_of_requests(tmp_path):

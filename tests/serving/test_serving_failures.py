@@ -8,7 +8,7 @@ import pytest
 from server_process import Server
 from test_serving_faults import make
 
-from kvpool.errors import RequestRejected
+from kvpool.serving.requests import Refused
 from kvpool.serving.runner import Run, Runner
 
 PROMPT = {"prompt": "How long is a block?", "max_tokens": 40, "temperature": 0, "logit_bias": {"256": -100}}
@@ -139,7 +139,7 @@ def test_run_that_can_neither_begin_nor_be_taken_back_gets_its_error():
             raise MemoryError("planted")
 
         runner.engine.cancel = fails_once
-        with pytest.raises(RequestRejected):
+        with pytest.raises(Refused, match="429"):
             async with asyncio.timeout(60), Run(runner, [[1, 2], [3, 4]], False, {"max_tokens": 3}):
                 pass
         assert runner.engine.cancel is not fails_once

@@ -15,7 +15,8 @@ from mlx_models import on_cpu
 
 from kvpool.adapters.mlx_lm import Engine, tiny
 from kvpool.adapters.mlx_lm.engine import Completion
-from kvpool.serving.runner import EngineFailed, Run, Runner
+from kvpool.serving.requests import Refused
+from kvpool.serving.runner import Run, Runner
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # faults in generators
 STRIDE = int(os.environ.get("KVPOOL_FAULT_STRIDE", 331))
@@ -64,7 +65,7 @@ async def ask(runner, prompts, listens, options):
             async for number, item in run:
                 if isinstance(item, Completion):
                     found[number] = [sample.tokens.tolist() for sample in item.samples]
-    except EngineFailed:
+    except Refused:
         return "failed"
     return found
 

@@ -85,7 +85,7 @@ PLANTED = {
     "    while time.process_time() < end: pass\n    return P(form, body, **how)\napp.parse = parse",
     "a kept body": "P, kept = app.parse, []\ndef parse(form, body, **how):\n    kept.append(bytearray(2**18))\n"
     "    return P(form, body, **how)\napp.parse = parse",
-    "a kept request": "runner.Run.end = lambda self: None\n"
+    "a kept request": "runner.Run._end = lambda self: None\n"
     "D = engine.Engine.submit\ndef submit(self, *a, **k):\n    self.kv.pool.blocks.alloc(1)\n"
     "    return D(self, *a, **k)\n"
     "engine.Engine.submit = submit",

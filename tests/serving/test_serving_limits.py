@@ -1,21 +1,15 @@
 """``kvpool serve``: who may send requests, how many at a time, and what happens when a client hangs up."""
 
-import asyncio
 import contextlib
 import json
 import signal
 import threading
 import time
-from collections import Counter
-from types import SimpleNamespace
 
 import pydantic
 import pytest
-import uvicorn
 from server_process import Server
-from uvicorn.server import ServerState
 
-from kvpool.serving import app, process
 from kvpool.serving.messages import MessagesRequest
 from kvpool.serving.requests import ChatRequest, CompletionRequest
 
@@ -122,13 +116,17 @@ def test_json_may_have_a_charset(server):
     assert server.post("/v1/completions", SHORT, **kind, **KEY)[0] == 200
 
 
-def test_long_body_in_chunks_is_refused(server):
+@pytest.mark.parametrize(
+    ("path", "kind"), [("completions", "invalid_request_error"), ("messages", "request_too_large")]
+)
+def test_long_body_in_chunks_is_refused(server, path, kind):
     big, connection = b'{"prompt": "' + b"a" * (5 * 2**20) + b'"}', server.connect()
     with contextlib.suppress(ConnectionError):
         connection.request(
-            "POST", "/v1/completions", iter([big]), KEY | {"Content-Type": "application/json"}, encode_chunked=True
+            "POST", f"/v1/{path}", iter([big]), KEY | {"Content-Type": "application/json"}, encode_chunked=True
         )
-    assert connection.getresponse().status == 413
+    response = connection.getresponse()
+    assert (response.status, json.load(response)["error"]["type"]) == (413, kind)
     connection.close()
 
 
@@ -262,17 +260,3 @@ def test_request_whose_body_is_on_its_way_is_served_after_sigterm():
             connection.sendall(json.dumps(SHORT).encode()[-5:])
             assert connection.recv(12) == b"HTTP/1.1 200"
         one.process.wait(60)
-
-
-@pytest.mark.parametrize("address", [("127.0.0.1", 5), ("::1", 5, 0, 0)], ids=["IPv4", "IPv6"])
-def test_connection_is_busy_while_its_request_is_answered(address):
-    config = uvicorn.Config(app.Service, http=process._Connection, ws="none", log_config=None, interface="asgi3")
-    facts = {"peername": address, "socket": SimpleNamespace(getpeername=lambda: address, getsockname=lambda: address)}
-    line = SimpleNamespace(get_extra_info=facts.get, get_write_buffer_size=lambda: 0)
-    with asyncio.Runner() as runner:
-        connection = process._Connection(config, ServerState(), {}, runner.get_loop())
-        connection.service, connection.most = SimpleNamespace(peers=Counter()), 9
-        connection.connection_made(line)
-        assert not connection.is_busy
-        connection.service.peers[address[:2]] += 1  # as the scope of its request names it
-        assert connection.is_busy

@@ -8,14 +8,14 @@ import pytest
 from mlx_models import on_cpu
 
 from kvpool.adapters.mlx_lm import Engine, tiny
-from kvpool.serving import log
+from kvpool.serving import telemetry
 
 
-@pytest.mark.parametrize("form", log.FORMS)
+@pytest.mark.parametrize("form", telemetry.FORMS)
 def test_log_on_stderr_is_text_or_json_or_failures_alone(capsys, form):
     package = logging.getLogger("kvpool.serving.app")
     told = {"id": "req_1", "tenant": 'a "b"', "first": None, "total": 0.5, "ignored": ["x", "y"], "error": []}
-    with log.to_stderr(form):
+    with telemetry.to_stderr(form):
         package.info("one", extra={"told": told})
         package.warning("two")
     package.warning("three")
@@ -34,11 +34,11 @@ def test_report_says_what_was_computed_and_nothing_of_an_idle_server(monkeypatch
         model, tokenizer = tiny.make()
         engine = Engine(model, 40, tokenizer=tokenizer, block_size=4, prefix_cache=True)
     times = iter(range(0, 1000, 10))
-    monkeypatch.setattr(log, "SECONDS", 0)
-    caplog.set_level(logging.INFO, "kvpool.serving.log")
+    monkeypatch.setattr(telemetry, "SECONDS", 0)
+    caplog.set_level(logging.INFO, "kvpool.serving.telemetry")
 
     async def watched():
-        reporting = asyncio.create_task(log.report(engine, lambda: next(times)))
+        reporting = asyncio.create_task(telemetry.report(engine, lambda: next(times)))
         for begins in (False, True, True):
             for _ in range(3):
                 await asyncio.sleep(0)

@@ -21,10 +21,9 @@ def read(manner, pieces):
     """What a reader says, with neighbours of one kind joined, and whether it was a call."""
     reader, said = Reader(manner), []
     for number, piece in enumerate(pieces):
-        for kind, what in reader.read(piece, number == len(pieces) - 1):
+        for kind, what in reader.read(piece, "eos" if number == len(pieces) - 1 else ""):
             if kind == "call":
-                assert what.index == sum(name == kind for name, _ in said)
-                said.append((kind, (what.name, "")))
+                said.append((kind, (what, "")))
             elif kind == "arguments":
                 said[-1] = ("call", (said[-1][1][0], said[-1][1][1] + what))
             elif said and said[-1][0] == kind:
@@ -107,19 +106,19 @@ def test_free_call_of_no_tool_stays_text(name):
 )
 def test_arguments_of_a_free_call_are_told_in_ascii(arguments, due):
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-    (_, call), (_, told) = Reader(FREE).read(text, True)
-    assert call.name == "f" and told.isascii() and json.loads(told) == due
+    (_, call), (_, told) = Reader(FREE).read(text, "eos")
+    assert call == "f" and told.isascii() and json.loads(told) == due
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_mark():
     reader = Reader(Manner(THINK, call=CALL, names={"f"}))
-    shown = [reader.read(letter, False) for letter in "a<tool!<too"]
+    shown = [reader.read(letter) for letter in "a<tool!<too"]
     assert ["".join(what for _, what in one) for one in shown] == ["a", "", "", "", "", "", "<tool!", "", "", "", ""]
 
 
 def test_arguments_of_a_forced_call_are_told_as_they_come():
     reader = Reader(Manner(by_grammar=True))
-    told = [kind for letter in FORCED for kind, _ in reader.read(letter, False)]
+    told = [kind for letter in FORCED for kind, _ in reader.read(letter)]
     assert told[0] == "call" and told.count("arguments") > 4
 
 
