@@ -74,6 +74,18 @@ cdef int pool_drain_evicted(State* pool, int32_t arena, int32_t* ids, int32_t co
     return OK
 
 
+cdef int64_t count_references(const Blocks* b, int64_t* counts, int64_t size) noexcept nogil:
+    """Entries that the histogram has; it is filled if `size` is that."""
+    cdef int32_t i, most = 0
+    for i in range(b.reserved, b.num_blocks):
+        most = max(most, b.block[i].refcount)
+    if size == <int64_t>most + 1:
+        memset(counts, 0, size * sizeof(int64_t))
+        for i in range(b.reserved, b.num_blocks):
+            counts[b.block[i].refcount] += 1
+    return <int64_t>most + 1
+
+
 cdef int judge_range(const Blocks* b, const Ints* given, Py_ssize_t start, Verdict* v) noexcept nogil:
     cdef Py_ssize_t k
     for k in range(start, given.size):
@@ -656,6 +668,19 @@ cdef class BlockAPI:
             There is no such block.
         """
         return self.each(ids, "is_cached", True).astype(bool)
+
+    def refcount_histogram(self):
+        """How many unreserved blocks have 0, 1, 2, ... references; int64 ``(max refcount + 1,)``. O(num_blocks)."""
+        cdef int64_t size = 0, found = -1
+        cdef int64_t* data
+        while found != size:
+            size = max(found, 0)
+            counts = new_int64(size)
+            data = <int64_t*>array_data(counts)
+            pool_enter(self.state, "refcount_histogram")
+            found = count_references(self.at(), data, size)
+            pool_leave(self.state)
+        return counts
 
     def free_order(self, n=None):
         """Ids of the next `n` blocks that `take` gives, of all free ones without `n`; int32. Nothing changes.

@@ -327,9 +327,9 @@ class ModelBlocks:
         return self._arena.refcount(self._judged("refcount", block)[0])
 
     @reading_call
-    def refcounts(self, ids: list[int]) -> np.ndarray:
-        references = self._arena.references()
-        return np.array([references[block] for block in ids], np.int32)
+    def refcount_histogram(self) -> np.ndarray:
+        references, one = self._arena.references(), self._arena
+        return np.bincount([references[block] for block in range(one.reserved, one.num_blocks)])
 
     @property
     @reading_call

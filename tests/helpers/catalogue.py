@@ -5,5 +5,8 @@ def idle(pool):
     """No sequence, no reference, nothing pending: every block is blank or cached."""
     stats = pool.stats()
     pool.check()
-    left = stats.used, stats.limbo, stats.sequences, stats.pending, stats.shared
-    return left == (0, 0, 0, 0, 0) and stats.free == stats.num_blocks - stats.reserved
+    return (
+        (stats.used, stats.limbo, stats.sequences, stats.pending, stats.shared) == (0, 0, 0, 0, 0)
+        and stats.free == stats.num_blocks - stats.reserved
+        and pool.blocks.refcount_histogram().tolist() == [stats.num_blocks - stats.reserved]
+    )

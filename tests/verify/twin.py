@@ -173,8 +173,7 @@ class Twin(Wrapped):
             self.same(f"stats of arena {arena}", tuple(self.stats(arena)), tuple(model.stats(arena)))
             if not self.are_renamed:  # the model counts no references of bundles
                 blocks = self.mine["blocks"].arena(arena), model.blocks.arena(arena)
-                every = list(range(model.stats(arena).reserved, model.stats(arena).num_blocks))
-                self.same(f"references of arena {arena}", *[np.bincount(side.refcounts(every)) for side in blocks])
+                self.same(f"histogram of arena {arena}", *[side.refcount_histogram() for side in blocks])
         if self.has_cache:
             self.same("prefix.stats", tuple(self.mine["prefix"].stats()), tuple(model.prefix.stats()))
         if self.are_renamed:
