@@ -216,7 +216,25 @@ cdef struct Limits:             # what the plan at hand can take
 
 # ---- all groups ---------------------------------------------------------------------------------------
 
+cdef void log_release(const Log* log, Blocks* b) noexcept nogil
+
 cdef struct Tree                # of the prefix cache, which is told of what happens to rows; docs/prefix.md
+cdef void tree_free(Groups* gs) noexcept nogil
+cdef void tree_reset(Tree* t, const Groups* gs) noexcept nogil
+cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil
+cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil
+cdef void tree_truncate(Groups* gs, int32_t slot, int64_t length) noexcept nogil
+cdef void tree_close(Groups* gs, int32_t slot) noexcept nogil
+cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil
+cdef void tree_loads(Groups* gs, const Step* p, bint advance) noexcept nogil
+cdef void tree_saves(Groups* gs, const Step* p) noexcept nogil
+cdef void tree_pass(Groups* gs, const Step* p) noexcept nogil
+cdef void tree_undo(Groups* gs, const Step* p) noexcept nogil
+cdef void tree_undone(Groups* gs, const Step* p) noexcept nogil
+cdef void tree_publish(Groups* gs) noexcept nogil
+cdef uint64_t tree_fingerprint(const Tree* t, uint64_t h) noexcept nogil
+cdef void count_bundles(const Tree* t, int32_t* references) noexcept nogil
+cdef bint tree_check(const Groups* gs, int32_t* seen, char* finding) noexcept nogil
 
 
 cdef struct Groups:

@@ -1,6 +1,12 @@
 """`Plan`. Other extension modules may hold one, but not reach into it."""
 
 
+cdef class _Memory:             # of an array, which owns nothing and so cannot be resized
+    cdef char* data
+    cdef Py_ssize_t size
+    cdef bint writable
+
+
 cdef enum:
     MOST_DIMENSIONS = 8
     COMMON_ARRAYS = -1          # PlanGroup.kind: it has what is common to all layer groups

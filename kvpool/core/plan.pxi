@@ -20,10 +20,6 @@ cdef extern from *:
 cdef class _Memory:
     """Memory of an array of a plan, zeros at first. An array over it owns nothing, so it cannot be resized."""
 
-    cdef char* data
-    cdef Py_ssize_t size
-    cdef bint writable
-
     def __cinit__(self, Py_ssize_t size, bint writable):
         self.data = <char*>xcalloc(max(size, 1), 1)
         if self.data == NULL:

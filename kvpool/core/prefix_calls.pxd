@@ -1,4 +1,9 @@
-"""The prefix cache of a pool."""
+"""`PrefixCache`: the prefix cache of a pool."""
+
+
+cdef class PrefixCache:
+    cdef readonly Pool pool
+    cdef State* state
 
 
 cdef int64_t pool_next_handle(State* pool) noexcept nogil

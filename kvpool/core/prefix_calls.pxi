@@ -401,9 +401,6 @@ cdef class PrefixCache:
     4
     """
 
-    cdef readonly Pool pool
-    cdef State* state
-
     def __cinit__(self, Pool pool not None):
         if not pool.options.prefix_cache:
             raise ValueError("[PrefixCache] the pool has no prefix cache (prefix_cache=False)")

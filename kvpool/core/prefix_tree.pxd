@@ -240,3 +240,17 @@ cdef inline int32_t checkpoint_rank(const Tree* t, int32_t m) noexcept nogil:
 cdef inline int32_t num_listed(const Tree* t) noexcept nogil:
     """Checkpoints that may leave."""
     return t.listed[0].size + t.listed[1].size + (t.keeping.num_checkpoints if t.keeping != NULL else 0)
+
+
+cdef void checkpoint_hide(Groups* gs, int32_t m) noexcept nogil
+cdef void checkpoint_drop(Groups* gs, int32_t m) noexcept nogil
+cdef void keeping_free(Tree* t) noexcept nogil
+cdef void keeping_reset(Tree* t) noexcept nogil
+cdef void ends_free(Ends* e) noexcept nogil
+cdef void ends_reset(Ends* e, int64_t room) noexcept nogil
+cdef bint evict_warm(Groups* gs, bint has_units, bint has_checkpoints) noexcept nogil
+cdef uint64_t retention_fingerprint(const Tree* t, uint64_t h) noexcept nogil
+cdef bint check_retention(const Groups* gs, int32_t* seen, char* finding) noexcept nogil
+cdef void node_passes_on(Tree* t, int32_t n) noexcept nogil
+cdef void node_let_go(Tree* t, int32_t n) noexcept nogil
+cdef bint check_checkpoints(const Groups* gs, int32_t* loads, char* finding) noexcept nogil
