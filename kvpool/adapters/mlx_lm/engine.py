@@ -383,7 +383,7 @@ class Engine:
         """
         self._advance()
         ended, self._ended = self._ended, []
-        return [job.completion() for job in ended]
+        return [*map(_Job.completion, ended)]
 
     def _advance(self) -> None:
         if self._is_delivering:
@@ -927,9 +927,21 @@ class RaggedForward:
             A plan that is neither decodes only nor one chunk of one sequence, where passes are not ragged.
         """
         kv = self.kv
+        # The rows of the turn are tokens where passes are ragged, else sequences.
+        starts, num_columns = np.array(plan.positions[: plan.num_tokens], np.int64), 1
+        if not self.is_ragged:
+            new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(plan.handles) + 1])
+            if len(new) == 1:
+                starts, num_columns = starts[:1], len(starts)
+            elif (new != 1).any():
+                raise ValueError(
+                    f"[forward] the plan has {len(new)} rows with up to {new.max()} tokens: a pass of this model is "
+                    "one token for each row, or one row"
+                )
+        before, after = Rows(starts), Rows(starts + num_columns)
+        turn = Turn(kv.passes, plan, before, after, num_columns, num_columns == 1, eviction=self.eviction)
         kv.passes.hook()
         try:
-            turn = self._turn(plan)
             if self.states_are_held:
                 self.states.write(*kv.passes.checkpoints.loaded(plan))
             inputs = mx.array(tokens.reshape(len(turn.new), turn.num_columns))
@@ -951,21 +963,6 @@ class RaggedForward:
         if self.states_are_held:
             table = self.kv.pool.table
             self.states.keep(slot for handle in handles for slot in table(int(handle), self._state_group).tolist())
-
-    def _turn(self, plan: Any) -> Turn:
-        """Return the turn of a plan: its rows are tokens where passes are ragged, else sequences."""
-        starts, num_columns = np.array(plan.positions[: plan.num_tokens], np.int64), 1
-        if not self.is_ragged:
-            new = np.diff(np.asarray(plan.cu_q_lens, np.int64)[: len(plan.handles) + 1])
-            if len(new) == 1:
-                starts, num_columns = starts[:1], len(starts)
-            elif (new != 1).any():
-                raise ValueError(
-                    f"[forward] the plan has {len(new)} rows with up to {new.max()} tokens: a pass of this model is "
-                    "one token for each row, or one row"
-                )
-        before, after = Rows(starts), Rows(starts + num_columns)
-        return Turn(self.kv.passes, plan, before, after, num_columns, num_columns == 1, eviction=self.eviction)
 
     def _slots(self, plan: Any, name: str, part: Part) -> list[int]:
         """Return the state slots of a part's rows: ``state_src`` or ``state_dst``."""
