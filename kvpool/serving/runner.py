@@ -238,8 +238,8 @@ class Run:
         self.completions: dict[int, Completion] = {}  # of the prompts, by number
         self.num_read = self._num_heard = 0  # tokens: of the prompts, when `look` was last called; of the answer
         self._most = UNREAD // (1 + options.get("top_logprobs", 0))
-        self._items: asyncio.Queue[Any] = asyncio.Queue()  # that nobody has read
-        self._is_refused = False
+        self._items: list[Any] = []  # that nobody has read
+        self._came = asyncio.Event()
 
     def listener(self, number: int, news: list[tuple[Run, Any]]) -> Callable[[TokenEvent], None] | None:
         """Return the listener that the engine calls with each token of a prompt."""
@@ -247,12 +247,12 @@ class Run:
 
     def put(self, item: Any) -> None:
         """Take an item. Behind an exception comes nothing more."""
-        if not self._is_refused:
-            if self._items.qsize() >= self._most:
+        if not (self._items and isinstance(self._items[-1], Refused)):
+            if len(self._items) >= self._most:
                 item = Refused(503, "the client reads too slowly")
                 self._end()
-            self._is_refused = isinstance(item, Refused)
-            self._items.put_nowait(item)
+            self._items.append(item)
+            self._came.set()
 
     def _end(self) -> None:
         self._runner.call(self._runner.cancel, self)
@@ -281,7 +281,8 @@ class Run:
             raise Refused(503, "the server stops")
         self._runner.call(self._runner.begin, self)
         try:
-            if isinstance(item := await self._items.get(), Refused):
+            await self._came.wait()
+            if isinstance(item := self._items.pop(0), Refused):
                 raise item
         except BaseException:
             self._end()
@@ -293,14 +294,14 @@ class Run:
 
     async def news(self) -> list[tuple[int, Any]]:
         """Return all that has come since the last time, once there is something."""
-        items = [await self._items.get()]
-        while not self._items.empty():
-            items.append(self._items.get_nowait())
+        while not self._items:
+            self._came.clear()
+            await self._came.wait()
+        items, self._items = self._items, []
         if isinstance(items[-1], Refused):
-            why = items.pop()
+            self._items.append(why := items.pop())
             if not items:
                 raise why
-            self._items.put_nowait(why)
         for number, item in items:
             if isinstance(item, Completion):
                 self.completions[number] = item
