@@ -4,7 +4,6 @@ cdef extern from *:
     """
     #include <stdarg.h>
     #define KV_COLD __attribute__((cold))       /* for size, and so is what only such functions call */
-    #define KV_SELDOM __attribute__((noinline)) /* called where `seldom` says so: out of the registers of its callers */
     enum { KV_FINDING = 256 };                  /* bytes of what a check found, in words */
     static KV_COLD int kv_found(char *finding, const char *text, ...) {
         va_list values;

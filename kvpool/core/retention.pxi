@@ -224,7 +224,6 @@ cdef void directive_over(Tree* t, int32_t n) noexcept nogil:
     node_lose_reason(t, n)
 
 
-@cython.callspec("KV_SELDOM")
 cdef void node_let_go(Tree* t, int32_t n) noexcept nogil:
     """A kept node leaves its namespace, and so does the directive that ends there."""
     if t.keeping.ends.until[n]:
@@ -232,7 +231,6 @@ cdef void node_let_go(Tree* t, int32_t n) noexcept nogil:
     name_of(t, n).kept -= t.node[n].rank > 0
 
 
-@cython.callspec("KV_SELDOM")
 cdef void node_passes_on(Tree* t, int32_t n) noexcept nogil:
     """A kept node without users is about to be forgotten: its directive ends at the node above."""
     cdef int32_t parent = t.node[n].parent
