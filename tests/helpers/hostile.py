@@ -176,7 +176,7 @@ PATHS = {
     "/v1/completions": (TEXT | SAMPLING, ("prompt",), LEGAL_TOO),
     "/v1/chat/completions": (CHAT | SAMPLING, ("messages",), LEGAL_TOO),
     "/v1/responses": (RESPONSES, ("input",), LEGAL_TOO | {"stop": ()}),
-    "/v1/messages": (MESSAGES, ("max_tokens", "messages"), {}),
+    "/v1/messages": (MESSAGES, ("max_tokens", "messages"), {"cache_control": ({"a": 1},)}),
     "/v1/messages/count_tokens": (COUNT, ("messages",), {}),
 }
 SHARES = (5, 4, 2, 2, 1)  # of the requests
