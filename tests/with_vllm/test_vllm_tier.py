@@ -157,7 +157,10 @@ def failing(names, rows):
 @pytest.mark.parametrize("load", [failing, lambda names, rows: np.zeros(len(rows), bool)])
 def test_chunk_that_cannot_be_loaded_is_a_miss_for_its_request_and_found_by_later_ones(host, monkeypatch, load):
     monkeypatch.setattr(host.tier.store, "load", load)
+    monkeypatch.setattr("kvpool.adapters.vllm.tier.log.error", lambda *told, exc_info: logged.append(exc_info))
+    logged = []
     assert host.take(KEYS[0]) is None
+    assert [type(error) for error in logged] == [MemoryError] * (load is failing)
     monkeypatch.undo()
     assert host.take(KEYS[0]) is None
     later = ReqContext(req_id="later")

@@ -7,6 +7,7 @@ compares all of it. Each rank has a folder of its own.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvpool.adapters.vllm.weights import sampled
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, prefix_keys
 
+log = logging.getLogger("vllm.kvpool")
 WORDS = 8  # int32 of a SHA-256, in the place of tokens
 
 
@@ -71,7 +73,9 @@ class KVPoolTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for future in [future for future in self.jobs if future.done()]:
             job = self.jobs.pop(future)
-            good = np.zeros(len(job.keys), bool) if future.exception() else future.result()
+            if (error := future.exception()) is not None:
+                log.error("job %d of the tier failed, its chunks are misses", job.job_id, exc_info=error)
+            good = future.result() if error is None else np.zeros(len(job.keys), bool)
             kept = [key for key, here in zip(job.keys, good, strict=True) if here]
             if job.is_promotion:
                 self.lost.get(job.req_context.req_id, set()).update(set(job.keys).difference(kept))
