@@ -8,7 +8,6 @@ wait behind it. A request asks once, so a store that promises what it cannot loa
 from __future__ import annotations
 
 import json
-import logging
 import os
 import platform
 from collections.abc import Iterator
@@ -22,10 +21,10 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from kvpool.adapters.vllm import log
 from kvpool.adapters.vllm.weights import fingerprint
 from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
 
-log = logging.getLogger("vllm.kvpool")
 PIECE = 64  # blocks that a load reads at a time
 NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 stores: dict[str, BlockStore] = {}  # of this process: scheduler and worker may share one

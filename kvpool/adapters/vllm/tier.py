@@ -7,7 +7,6 @@ compares all of it. Each rank has a folder of its own.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -18,10 +17,10 @@ from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvpool.adapters.vllm import log
 from kvpool.adapters.vllm.weights import sampled
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, prefix_keys
 
-log = logging.getLogger("vllm.kvpool")
 WORDS = 8  # int32 of a SHA-256, in the place of tokens
 
 
@@ -36,14 +35,13 @@ class KVPoolTier(SecondaryTierManager):
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else base.Locality(locality)
-        config, nbytes = offloading_spec.config, self.block_size_bytes
+        config, model, nbytes = offloading_spec.config, offloading_spec.config.model, self.block_size_bytes
         self.rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(-1, nbytes)
         groups = [(group.tokens_per_block, group.layer_names) for group in config.groups]
         sizes = [getattr(config.parallel, f"{name}_size") for name in ("tp", "pp", "pcp", "dcp")]  # replicas share all
         kind = (config.kv_cache_layout, config.canonical_layout, config.replicated_layout)
-        content = f"vLLM {vllm_version}, {config.model.dtype}, {config.cache}, {groups}, {sizes}, {kind}"
-        weights = weights or sampled(config.model.name) or config.model.name
-        layout = Layout((BlockLayout(WORDS, nbytes, content),), weights)
+        content = f"vLLM {vllm_version}, {model.dtype}, {config.cache}, {groups}, {sizes}, {kind}"
+        layout = Layout((BlockLayout(WORDS, nbytes, content),), weights or sampled(model.name) or model.name)
         self.store = DiskStore(str(Path(path) / f"rank{config.parallel.rank}"), layout, max_nbytes, **options)
         self.namespace = prefix_keys([], WORDS)[0].tobytes()
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="kvpool-tier")
