@@ -4,10 +4,7 @@ vLLM calls the entry points of every package that is installed, so `register` do
 the environment asks for it.
 """
 
-import logging
 import os
-
-log = logging.getLogger("vllm.kvpool")  # below vLLM's own, which decides where it goes
 
 
 def register() -> None:

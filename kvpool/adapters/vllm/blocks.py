@@ -12,6 +12,7 @@ vLLM's own class keeps what is vLLM's: block hashes and their map, events, metri
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -22,10 +23,10 @@ from vllm.v1.core import block_pool, kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from kvpool import Pool, __version__
-from kvpool.adapters.vllm import log
 from kvpool.errors import KVPoolError, OutOfBlocks
 
 STOCK: Any = block_pool.BlockPool
+log = logging.getLogger("vllm.kvpool")  # below vLLM's own, which decides where it goes
 
 
 class Block(KVCacheBlock):

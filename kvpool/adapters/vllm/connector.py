@@ -21,8 +21,7 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from kvpool.adapters.vllm import log
-from kvpool.adapters.vllm.weights import fingerprint
+from kvpool.adapters.vllm.weights import fingerprint, log
 from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, leading
 
 PIECE = 64  # blocks that a load reads at a time

@@ -17,8 +17,7 @@ from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvpool.adapters.vllm import log
-from kvpool.adapters.vllm.weights import sampled
+from kvpool.adapters.vllm.weights import log, sampled
 from kvpool.store import BlockLayout, Blocks, DiskStore, Layout, prefix_keys
 
 WORDS = 8  # int32 of a SHA-256, in the place of tokens

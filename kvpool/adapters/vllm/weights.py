@@ -1,10 +1,12 @@
-"""What tells one model's weights from another's, without reading all of them."""
+"""What connector and tier share: a log, and what tells one model's weights from another's without reading all."""
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger("vllm.kvpool")
 SAMPLE = 1 << 16  # bytes that are read at each of 16 places of a file
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".tensors"}
 
