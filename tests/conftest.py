@@ -296,3 +296,11 @@ def built():
         except native.Unfit:
             build(folder)
     return folder
+
+
+@pytest.fixture
+def files_open(tmp_path):
+    """Return the open files below `tmp_path`. What other tests left to the garbage collector does not count."""
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("there is no /proc/self/fd here")
+    return lambda: [path for path in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if tmp_path.name in path]

@@ -87,11 +87,10 @@ def test_verify_finds_every_flipped_byte(directory, capsys):
     assert said(capsys, "verify", directory)[1]["problems"][0]["segment"] == "layout.json"
 
 
-def test_commands_close_what_they_open(directory, capsys, tmp_path):
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+def test_commands_close_what_they_open(directory, capsys, tmp_path, files_open):
     for arguments in (["ls"], ["stat"], ["verify"], ["prune", "--damaged"], ["export", tmp_path / "new"]):
         assert said(capsys, arguments[0], directory, *arguments[1:])[0] == 0
-    assert before == (len(os.listdir("/proc/self/fd")) if before else 0)
+    assert files_open() == []
 
 
 def test_verify_finds_what_is_cut_added_swapped_or_foreign(directory, capsys, tmp_path):
