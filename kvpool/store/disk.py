@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from threading import Event, RLock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from kvpool.store.outbox import Outbox, Waiting
 
 _log = logging.getLogger(__name__)
 _SEGMENT_NBYTES = 128 << 20
+_BATCH_NBYTES = 8 << 20  # of payloads that are written together; each call delays the threads that compute
+_CALL_RECORDS = 1024 // 3  # IOV_MAX; a record has three parts
 _RESERVE_NBYTES = 1 << 30
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NUMBER = re.compile(r"-?\d+")
@@ -368,6 +370,20 @@ class _Segment:
     used: int = 0  # of these, since the others were told
 
 
+class _Record(NamedTuple):
+    """A block as it is written: head, payload, padding."""
+
+    name: int
+    nbytes: int
+    parts: tuple[bytes, memoryview, bytes]
+
+
+def _record(item: Waiting) -> _Record:
+    head = form.packed_record(item.fields, item.tokens, item.row)
+    padding = bytes(form.aligned(item.row.nbytes) - item.row.nbytes)
+    return _Record(item.name, len(head) + item.row.nbytes + len(padding), (head, item.row.data, padding))
+
+
 @dataclass(slots=True)
 class _Growing:
     """The segment that this process appends to."""
@@ -379,9 +395,20 @@ class _Growing:
     names: list[int]
     offsets: list[int]
 
-    def fits(self, nbytes: int, most: int) -> bool:
-        footer = form.aligned((len(self.names) + 1) * form.FOOTER.itemsize) + form.TRAILER.size
+    def fits(self, nbytes: int, most: int, count: int = 1) -> bool:
+        """Whether so many records of `nbytes` in all fit."""
+        footer = form.aligned((len(self.names) + count) * form.FOOTER.itemsize) + form.TRAILER.size
         return self.end + nbytes + footer <= most
+
+    def fitting(self, records: list[_Record], most: int) -> list[_Record]:
+        """The records, of which the first has room, that one call writes."""
+        some, nbytes = records[:1], records[0].nbytes
+        for record in records[1:_CALL_RECORDS]:
+            nbytes += record.nbytes
+            if not self.fits(nbytes, most, len(some) + 1):
+                break
+            some.append(record)
+        return some
 
 
 class DiskStore:
@@ -467,7 +494,7 @@ class DiskStore:
         self._paused_until = float("inf") if self._folder.is_read_only else 0.0
         self._refusal = ""  # why it pauses; empty when a block was written
         self._touched = time.monotonic()
-        self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds)
+        self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds, _BATCH_NBYTES)
 
     def __repr__(self) -> str:
         return f"<DiskStore in {self._folder.path}, {len(self._index)} blocks, at most {self.max_nbytes} bytes>"
@@ -594,42 +621,47 @@ class DiskStore:
     # ---------------------------------------------------------------------- the thread
 
     def _write(self, items: list[Waiting]) -> None:
-        (item,) = items  # its outbox has no batches
+        """Write blocks, as many in one call of the system as a segment takes: each call delays who computes here."""
         with self._lock:
-            if self._index.find(np.array([item.name], np.uint64))[0] != form.Index.NOWHERE:
-                return  # another process was faster
-        head = form.packed_record(item.fields, item.tokens, item.row)
-        padding = bytes(form.aligned(item.row.nbytes) - item.row.nbytes)
-        nbytes = len(head) + item.row.nbytes + len(padding)
-        try:
-            growing = self._appended(nbytes, [head, item.row.data, padding])
-        except OSError as error:
-            self._count(dropped=1, errors=not isinstance(error, Refused))
-            self._seal()
-            return self._pause(error)
-        if growing is None:
-            return self._count(dropped=1)
-        self._refusal = ""
-        growing.names.append(item.name)
-        growing.offsets.append(growing.end)
-        with self._lock:
-            if growing.number in self._segments:
-                self._index.add(item.name, growing.number, growing.end)
-            self._held_nbytes += nbytes
-        growing.end += nbytes
-        self._count(written_nbytes=nbytes)
+            places = self._index.find(np.array([item.name for item in items], np.uint64))
+        records = [_record(item) for item, place in zip(items, places, strict=True) if place == form.Index.NOWHERE]
+        while records:
+            try:
+                growing, count = self._appended(records)
+            except OSError as error:
+                self._count(dropped=len(records), errors=not isinstance(error, Refused))
+                self._seal()
+                return self._pause(error)
+            if growing is None:
+                return self._count(dropped=len(records))
+            self._refusal = ""
+            for record in records[:count]:
+                growing.names.append(record.name)
+                growing.offsets.append(growing.end)
+                with self._lock:
+                    if growing.number in self._segments:
+                        self._index.add(record.name, growing.number, growing.end)
+                    self._held_nbytes += record.nbytes
+                growing.end += record.nbytes
+                self._count(written_nbytes=record.nbytes)
+            del records[:count]
 
-    def _appended(self, nbytes: int, parts: list[Any]) -> _Growing | None:
-        """Write a record behind the last one, and return its segment; None in a pause. `OSError` if it cannot.
+    def _appended(self, records: list[_Record]) -> tuple[_Growing | None, int]:
+        """Write the first records behind the last one. Return their segment, None in a pause, and how many these are.
 
-        If the disk is full, the oldest own segments make room, once.
+        `OSError` if none was written. If the disk is full, the oldest own segments make room, once.
         """
         for is_first in (True, False):
             try:
-                growing = self._growing_with_room(nbytes)
-                if growing is not None and os.pwritev(growing.fd, parts, growing.end) != nbytes:
-                    raise OSError(errno.ENOSPC, "the disk is full")
-                return growing
+                growing = self._growing_with_room(records[0].nbytes)
+                if growing is None:
+                    break
+                some = growing.fitting(records, self.segment_nbytes)
+                written = os.pwritev(growing.fd, [part for record in some for part in record.parts], growing.end)
+                ends = accumulate(record.nbytes for record in some)
+                if count := sum(end <= written for end in ends):
+                    return growing, count
+                raise OSError(errno.ENOSPC, "the disk is full")
             except OSError as error:
                 if error.errno not in _FULL or not is_first:
                     raise
@@ -640,7 +672,7 @@ class DiskStore:
                 except Refused:
                     raise error from None
                 self._count(errors=1)
-        return None
+        return None, 0
 
     def _growing_with_room(self, nbytes: int) -> _Growing | None:
         """The segment to append to; None in a pause. `OSError` if the disk or the quota refuse."""

@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,7 +98,8 @@ def test_amplification_of_writes_is_small(tmp_path):
     assert held(tmp_path / "store") == stats.written_nbytes
 
 
-def test_error_of_the_writer_that_nobody_foresaw_loses_one_block(tmp_path, monkeypatch, caplog):
+def test_error_of_the_writer_that_nobody_foresaw_loses_the_blocks_of_one_call(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(disk, "_BATCH_NBYTES", 4000)
     store, blocks, write = opened(tmp_path / "store"), blocks_of(1), os.pwritev
     failures = iter([RuntimeError("planted")])
 
@@ -110,6 +112,16 @@ def test_error_of_the_writer_that_nobody_foresaw_loses_one_block(tmp_path, monke
     kit.stores(store, blocks)
     assert "planted" in caplog.text
     kit.loads(store, blocks, range(1, 20))
+
+
+def test_small_blocks_are_written_many_in_a_call(tmp_path, monkeypatch):
+    layout, calls, write = Layout((BlockLayout(1, 50, "full"),), "w"), [], os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: calls.append(len(parts)) or write(fd, parts, at))
+    with closing(DiskStore(str(tmp_path / "store"), layout, 1 << 26)) as store:
+        blocks = layout.blocks(np.arange(1000))[0]
+        kit.stores(store, blocks)
+        assert len(calls) <= 5 and max(calls) <= 1024  # IOV_MAX
+        kit.loads(store, blocks, range(1000))
 
 
 def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
@@ -130,6 +142,7 @@ def test_queue_that_is_full_drops_and_does_not_wait(tmp_path, monkeypatch):
 
 def test_store_that_was_closed_too_early_has_nothing_and_counts_what_it_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(disk, "_BATCH_NBYTES", 4000)
     other = opened(tmp_path / "store")
     kit.stores(other, blocks_of(1))
     store, write, go = opened(tmp_path / "store"), os.pwritev, threading.Event()
