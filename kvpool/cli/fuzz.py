@@ -28,12 +28,12 @@ OWN = "kvpool.testing.fuzz_target:PoolAllocator"  # the installed core
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--seconds", help=f"how long to run (default {SECONDS:g})")
-    parser.add_argument("--ops", help="number of calls; with --seconds, what comes first ends the run")
+    parser.add_argument("--seconds", help=f"how long to run (default: {SECONDS:g})")
+    parser.add_argument("--ops", help="number of calls; with --seconds, whichever comes first ends the run")
     parser.add_argument("--seed", help="seed of the first run; with --ops 1 only that run (default: random)")
     parser.add_argument("--blocks", help="blocks of every pool (default: a few, chosen by the seed)")
     parser.add_argument("--block-size", help="tokens per block (default: a few, chosen by the seed)")
-    parser.add_argument("--target", metavar="MODULE:FACTORY", help="another allocator or backend")
+    parser.add_argument("--target", metavar="MODULE:FACTORY", help="run on this allocator or backend instead")
 
 
 def run(args: argparse.Namespace) -> int:

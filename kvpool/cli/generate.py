@@ -40,7 +40,7 @@ OPTIONS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--seed", "S", None, "the same seed gives the same text; sample i has S + i (default: a new one)"),
     ("--n", "N", "1", "samples per prompt; they share the prompt's blocks (default: %(default)s)"),
     ("--beam", "W", "0", "beam search with W hypotheses, of which the --n best are printed"),
-    ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
+    ("--chunk", "TOKENS", "256", "tokens of a prompt in one step, at most (default: %(default)s)"),
     ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
     ("--num-blocks", "N", None, "blocks of the cache (default: what all prompts need at once)"),
     ("--max-running", "N", "64", "samples that run at a time, at most (default: %(default)s)"),

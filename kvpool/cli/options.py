@@ -49,7 +49,7 @@ BITS = (
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `memory_of`, `policy_of` and `bits_of`."""
-    text = "cache size: 2GiB, bytes or auto, for serve also MIN:MAX; not with --num-blocks"
+    text = "cache size: 2GiB, bytes or auto (serve: also MIN:MAX); not with --num-blocks"
     parser.add_argument("--memory", metavar="SIZE", help=text)
     group = parser.add_argument_group("a fixed budget per sequence", "more: python -m pydoc kvpool.eviction")
     group.add_argument("--eviction", metavar="POLICY", help="which tokens are evicted: h2o, window or blocks")
@@ -207,7 +207,7 @@ def proposer(num_drafts: int, draft_model: Any, num_tokens: int, max_running: in
 
 OPTIONS = (
     ("--store", "DIR|URL", "keep prefixes in this directory, or on a server: redis://HOST:PORT, unix://PATH"),
-    ("--store-max", "SIZE", "what the directory holds, at most (default: 10GB)"),
+    ("--store-max", "SIZE", "size of the directory, at most (default: 10GB)"),
     ("--store-memory", "SIZE", "memory in front of the store, which answers first (default: none)"),
 )
 READY_SECONDS = 5.0  # how long the index of a directory may take before the first request

@@ -56,21 +56,21 @@ OPTIONS: tuple[tuple[str, str, str | None, str], ...] = (
     ("--max-waiting", "N", "256", "prompts that wait, at most; more get status 429 (default: %(default)s)"),
     ("--max-connections", "N", "1024", "requests at a time, at most; more get status 503 (default: %(default)s)"),
     ("--max-model-len", "TOKENS", None, "tokens of a prompt and its answer, at most (default: what the model takes)"),
-    ("--chunk", "TOKENS", "256", "prompt tokens per step and prompt (default: %(default)s)"),
+    ("--chunk", "TOKENS", "256", "tokens of a prompt in one step, at most (default: %(default)s)"),
     ("--kv-block-size", "TOKENS", "16", "tokens per block of the cache (default: %(default)s)"),
     ("--num-blocks", "N", None, "blocks of the cache (default: for --max-running samples, as memory allows)"),
     ("--idle-release", "SECONDS", None, "idle time after which the cache gives memory back; needs --memory"),
-    ("--keep-free", "SIZE", None, "memory that others find available, with --memory auto or MIN:MAX (default: 10 %%)"),
-    ("--grace", "SECONDS", "30", "time that running requests have to end after SIGTERM (default: %(default)s)"),
-    ("--log", "FORM", "text", "text or json, a line for each request; or off, failures alone (default: %(default)s)"),
+    ("--keep-free", "SIZE", None, "memory left available for others, with --memory auto or MIN:MAX (default: 10 %%)"),
+    ("--grace", "SECONDS", "30", "time for running requests to end after SIGTERM (default: %(default)s)"),
+    ("--log", "FORM", "text", "text or json, a line for each request; or off, failures only (default: %(default)s)"),
     ("--temp", "T", None, "temperature if a request has none (default: the model's, or 1)"),
     ("--top-p", "P", None, "top_p if a request has none (default: the model's, or 1)"),
     ("--chat-template", "FILE", None, "a chat template in place of the model's"),
     ("--chat-template-args", "JSON", None, 'its options, if a request has none: {"enable_thinking": false}'),
-    ("--allowed-origins", "URLS", None, "web pages that may ask from a browser, by commas; * for all"),
-    ("--api-keys", "FILE", None, "keys of tenants, a line for each: NAME WEIGHT KEY"),
-    ("--events", "URL", None, "publish events of the prefix cache there, as vLLM does: tcp://127.0.0.1:5557"),
-    ("--events-replay", "URL", None, "where readers of --events ask for what they missed"),
+    ("--allowed-origins", "URLS", None, "origins of web pages that may call it, comma-separated; * for all"),
+    ("--api-keys", "FILE", None, "keys of tenants, one a line: NAME WEIGHT KEY"),
+    ("--events", "URL", None, "where to publish events of the prefix cache, as vLLM does: tcp://127.0.0.1:5557"),
+    ("--events-replay", "URL", None, "where readers of --events ask for events that they missed"),
 )
 REPEATED = (
     ("--name", "NAME", "what clients call the model; repeatable (default: the text of --model)"),
@@ -90,8 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, action="append", default=[], metavar=metavar, help=text)
     for name, metavar, default, text in OPTIONS:
         parser.add_argument(name, metavar=metavar, default=default, help=text)
-    parser.add_argument("--strict", action="store_true", help="refuse unknown fields of requests")
-    parser.add_argument("--no-page", action="store_true", help="no page for people at /")
+    parser.add_argument("--strict", action="store_true", help="refuse requests with unknown fields")
+    parser.add_argument("--no-page", action="store_true", help="serve no status page at /")
     add_draft_arguments(parser)
     add_cache_arguments(parser)
     add_store_arguments(parser)

@@ -166,7 +166,7 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
 
 def _declare_prune(parser: argparse.ArgumentParser) -> None:
     _declare(parser)
-    parser.add_argument("--max", metavar="SIZE", help="delete what is of use least until so much is left, such as 20GB")
+    parser.add_argument("--max", metavar="SIZE", help="delete least recently used segments until this much is left")
     parser.add_argument("--damaged", action="store_true", help="delete the segments that have damaged bytes")
 
 
@@ -187,7 +187,7 @@ def _prune(folder: Any, args: argparse.Namespace) -> int:
 
 def _declare_export(parser: argparse.ArgumentParser) -> None:
     _declare(parser)
-    parser.add_argument("to", metavar="NEW", help="a directory that is made")
+    parser.add_argument("to", metavar="NEW", help="the directory to make")
     parser.add_argument("--namespace", metavar="HEX", help="only the blocks of this namespace, as `stat` names it")
 
 
@@ -241,8 +241,8 @@ def _copy(source: Any, stem: str, target: Any, chosen: list[tuple[int, Any]]) ->
 
 COMMANDS = {
     "ls": _command("List the segments, least recently used first.", _ls),
-    "stat": _command("Show what the blocks are of: layout, groups, namespaces.", _stat),
-    "verify": _command("Read every byte and say what is damaged; the exit status is 1 then.", _verify),
+    "stat": _command("Show what the blocks belong to: layout, groups, namespaces.", _stat),
+    "verify": _command("Read every byte and say what is damaged; if anything is, the exit status is 1.", _verify),
     "prune": _command("Delete segments.", _prune, _declare_prune),
     "export": _command("Copy all blocks, or those of a namespace, to a new directory.", _export, _declare_export),
 }
