@@ -139,7 +139,7 @@ def read_groups(groups: object, block_size: int, lookahead: int, most: int) -> t
         if type(group) is not Group:
             raise TypeError(f"[Pool] groups must be kvpool.Group, not {type(group).__name__}")
     if not 1 <= len(groups) <= most:
-        raise ValueError(f"[Pool] {len(groups)} groups, there are 1 .. {most}")
+        raise ValueError(f"[Pool] {len(groups)} groups, 1 .. {most} are allowed")
     blocks = [group for group in groups if group.kind != "state"]
     for group in blocks:
         if group.block_size not in (None, block_size, 2 * block_size, 4 * block_size):

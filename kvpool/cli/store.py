@@ -172,7 +172,7 @@ def _declare_prune(parser: argparse.ArgumentParser) -> None:
 
 def _prune(folder: Any, args: argparse.Namespace) -> int:
     if args.max is None and not args.damaged:
-        raise CommandError("say what shall go: --max SIZE, --damaged")
+        raise CommandError("say what to delete: --max SIZE, --damaged")
     most = None if args.max is None else nbytes("--max", args.max)
     read = _read([each for each in _segments(folder) if each.is_sealed], args) if args.damaged else ()
     gone = [each for each in read if _is_damaged(folder, each)]
@@ -197,7 +197,7 @@ def _export(folder: Any, args: argparse.Namespace) -> int:
 
     layout, count, written = _layout(folder), 0, 0
     if os.path.lexists(args.to):
-        raise CommandError(f"{args.to} is there already, a new directory is needed")
+        raise CommandError(f"{args.to} exists already: name a new directory")
     with closing(Folder(args.to, "kvpool store")) as target:
         target.write_json("layout.json", layout)
         for each in _read(_segments(folder), args):

@@ -217,7 +217,7 @@ class NumpyBackend:
         have = self.num_blocks
         size, moves = checked_resize(have, num_blocks, moves)
         if storage is None and self._bases[0].ndim == 2:
-            raise TypeError("[resize] the blocks are in `storage`, so give it of the new size, too")
+            raise TypeError("[resize] the blocks are in `storage`: give storage of the new size, too")
         try:
             if storage is not None:
                 self._bases = [checked_rows("resize", self.spec, size, storage)]

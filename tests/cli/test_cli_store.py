@@ -208,9 +208,9 @@ def test_export_copies_a_namespace_byte_for_byte(directory, capsys, tmp_path):
 REFUSED = {
     "there is no directory": ["ls", "nowhere"],
     "layout.json cannot be read": ["stat", "empty"],
-    "say what shall go": ["prune", "store"],
+    "say what to delete": ["prune", "store"],
     "is not a size": ["prune", "store", "--max", "much"],
-    "is there already": ["export", "store", "empty"],
+    "exists already": ["export", "store", "empty"],
     "others may use": ["verify", "open"],
 }
 

@@ -240,8 +240,8 @@ def test_group_and_arena_out_of_range_name_the_limits(groups):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"groups": []}, "0 groups, there are 1 .. 8"),
-    ({"groups": [Group.full()] * 9}, "9 groups, there are 1 .. 8"),
+    ({"groups": []}, "0 groups, 1 .. 8 are allowed"),
+    ({"groups": [Group.full()] * 9}, "9 groups, 1 .. 8 are allowed"),
     ({"groups": [Group.full(block_size=12)]}, "block_size of a group is 12, it must be 4 times 1, 2 or 4"),
     ({"groups": [Group.full(), Group.window(6)], "lookahead": 6}, "lookahead is 6, it must be below every .* (6)"),
     ({"groups": [Group.full(), Group.full(arena=2, num_blocks=9)]}, "arenas are 0, 2, they must be 0, 1, .."),

@@ -397,8 +397,8 @@ def test_listeners_hear_the_likeliest_tokens(engine):
         ("a", {"user": 1}, TypeError, "there is no option user"),
         ("a", {"id": "taken"}, ValueError, "the id is in use"),
         (kvpool.Request([1], user="hot"), {}, TypeError, "must be a Sampling or None"),
-        (kvpool.Request([1]), {"n": 2}, TypeError, "brings its options itself"),
-        (kvpool.Request([1]), {"max_tokens": 256}, TypeError, "brings its options itself"),
+        (kvpool.Request([1]), {"n": 2}, TypeError, "has options of its own"),
+        (kvpool.Request([1]), {"max_tokens": 256}, TypeError, "has options of its own"),
     ],
 )
 def test_wrong_requests_are_refused_and_nothing_is_lost(engine, answer, prompt, options, error, text):

@@ -346,7 +346,7 @@ class Engine:
         texts: tuple[str, ...] = ()
         if isinstance(prompt, Request):
             if stop or options or namespace or max_tokens is not None:
-                raise TypeError("[submit] a Request brings its options itself")
+                raise TypeError("[submit] a Request has options of its own: give none beside it")
             request = prompt
         else:
             texts, request = self._request(prompt, stop, 256 if max_tokens is None else max_tokens, options)

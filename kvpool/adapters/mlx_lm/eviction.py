@@ -32,7 +32,7 @@ def make_cache(model: Any, eviction: Policy | None = None, **quantization: int |
     """
     hook = vars(model).get("make_cache")
     if not isinstance(hook, Hook):
-        raise RuntimeError("[make_cache] the model has no paged cache here: with install(model, ...)")
+        raise RuntimeError("[make_cache] the model has no paged cache here: call it inside `with install(model, ...)`")
     return hook.installed[-1].make_cache(eviction, **quantization)
 
 

@@ -118,7 +118,7 @@ class Trial:
                 self._start()
             if not _asked(self._process, [self.SECONDS, source, LIMITS]):
                 self.close()
-                raise ValueError(f"[grammar] it is too complex: to read it takes more than {self.SECONDS:g} s")
+                raise ValueError(f"[grammar] it is too complex: reading it takes more than {self.SECONDS:g} s")
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
