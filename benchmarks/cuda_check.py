@@ -1,7 +1,7 @@
-"""``python -m benchmarks.cuda_check``: the mlx backend's kernels on a GPU with CUDA, right and how fast.
+"""``python -m benchmarks.cuda_check``: whether the mlx backend's kernels are right on a GPU with CUDA, and how fast.
 
 It takes 25 minutes at most and prints one block of Markdown. What has ended is kept in ``build/cuda-check.json``: a
-second run goes on after it, and one with other kernels begins anew. Nothing of it can run without such a GPU.
+second run goes on from there, and one with other kernels starts again. Nothing of this runs without such a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``python -m benchmarks.drafts``: what speculative decoding costs and saves, by how often a draft is right.
 
 The drafts are known answers, of which a given share is wrong: all of them, or as many as `Trust` asks for. The last
-rows are the proposers that kvpool has. The model's next token depends on the newest one alone, so its text runs in
+rows are kvpool's own proposers. The model's next token depends on the newest one alone, so its text runs in
 circles, and the draft model, which is the same with one layer, is always right. Seconds are CPU time of all threads.
 All runs must give the same tokens.
 """

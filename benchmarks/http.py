@@ -1,9 +1,9 @@
 """Serving over HTTP: `kvpool serve` beside mlx-lm's server, as processes, under an open loop.
 
-The same streamed chats arrive by Poisson, whether a server keeps up or not, and share system prompts. Each server is a
-fresh process in each run, and all take turns. The clients are a process of their own (`http_clients`), whose CPU
-time is told apart. Times are told by the clock and by the CPU time of the server's process, because others may use
-the machine.
+The same streamed chats arrive as a Poisson process, whether a server keeps up or not, and share system prompts. Each
+server is a fresh process in each run, and all take turns. The clients are a process of their own (`http_clients`),
+whose CPU time is counted apart. Times are by the clock and by the CPU time of the server's process, because others may
+use the machine.
 """
 
 from __future__ import annotations

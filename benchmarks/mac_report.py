@@ -1,7 +1,7 @@
 """``python -m benchmarks.mac_report``: one block of Markdown that says what a Mac is, what runs there, and how fast.
 
-Each part runs whatever became of those before it; what fails stands in its place. Parts that measure have time limits,
-and all of them together end within ten minutes.
+Each part runs whether those before it failed or not; an error is printed in place of its part. Parts that measure have
+time limits, and all of them together end within ten minutes.
 """
 
 from __future__ import annotations

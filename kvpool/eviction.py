@@ -1,8 +1,8 @@
 """Which tokens of a sequence stay when there is no room for all. docs/eviction.md is the page.
 
 A policy is a few numbers that say how many tokens a sequence may keep, and which ones stay. `Evictor` applies it to the
-sequences of a pool: it takes scores in and lets tokens leave between two steps. What one step has seen is kept as it is
-until the next one begins, so nothing waits for it, and a step that is taken back leaves no trace.
+sequences of a pool: it takes scores in and lets tokens leave between two steps. What one step has seen is applied
+when the next one begins, so nothing waits for it, and a step that is taken back leaves no trace.
 
 Sources: H2O is "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang et al.,
 2023), sinks are from "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., 2023), whole blocks from

@@ -9,7 +9,7 @@ looks once a second or so, resizes, and frees MLX's buffers when it is told to.
    promised to it: nobody else gets it.
 2. Above the limit it shrinks at once, deeper than it must by a margin: a quarter of the reserve, at most an eighth of
    what lies between floor and ceiling. Blank blocks go first, then cached ones, then those of running requests. Under
-   pressure it shrinks by an eighth at a time, if that is critical to the floor.
+   pressure it shrinks by an eighth at a time; if the pressure is critical, to the floor.
 3. It grows when requests wait, at most once in `pause` seconds, into what was free in all of that time, and leaves
    twice the margin more than it must. So what others take and free again within a minute moves nothing.
 4. If nothing has run for `idle_release` seconds, it shrinks to the floor. The first request afterwards need not wait

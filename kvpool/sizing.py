@@ -3,7 +3,7 @@
 A group is all layers that keep the same: keys and values of every token (``full``), of the last tokens (``window``), of
 the tokens since a multiple (``chunk``), or a state of one size whatever the length (``state``). `layer_groups` reads
 them from the ``config.json`` (Hugging Face style) of a model. Where mlx-lm is installed it asks the model itself
-(`adapters.mlx_lm.shapes`). Else, and where mlx-lm cannot build it from this config, it reads the types of `_TYPES`,
+(`adapters.mlx_lm.shapes`). Else, or if mlx-lm cannot build it from this config, it reads the types of `_TYPES`,
 which keep keys and values of every token or of a window, or latents. Everything else is refused with the reason: a size
 that is silently wrong costs more than none. `spec_from_config` is what a pool with one table needs. `arranged` says how
 groups share arenas of blocks.

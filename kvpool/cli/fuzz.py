@@ -2,7 +2,7 @@
 
 ``kvpool fuzz`` runs them on the installed core. ``--target module:factory`` drives another allocator
 (``factory(num_blocks=..., block_size=...)``, see `kvpool.testing.fuzz_target.Allocator`) or a backend
-(``factory(spec, num_blocks)``). The names of the parameters tell which; if they do not, what the factory makes does.
+(``factory(spec, num_blocks)``). The names of the parameters tell which; if they do not, the object that is made does.
 A finding is shrunk and printed as a test, with the command that repeats it.
 """
 

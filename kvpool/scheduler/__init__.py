@@ -1,4 +1,4 @@
-"""Continuous batching as policy over a `Pool`: who computes what in the next step. docs/scheduling.md is the contract.
+"""Continuous batching over a `Pool`: which sequences compute what in the next step. docs/scheduling.md is the contract.
 
 Integers only: no tensors, no model, no framework.
 """

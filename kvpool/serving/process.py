@@ -1,4 +1,4 @@
-"""The process of a server: its socket, its signals, and an orderly end."""
+"""The process of a server: its socket, its signals, and a graceful shutdown."""
 
 from __future__ import annotations
 

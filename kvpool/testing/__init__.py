@@ -1,4 +1,4 @@
-"""The public test kit: what holds the core, and any backend, against independent implementations.
+"""The public test kit: it compares the core, and any backend, with independent implementations.
 
 - `ModelPool`, `ModelPlan` (`kvpool.testing.model`): the core's contract in plain Python.
 - `kvpool.testing.conformance`: what every backend has to pass.

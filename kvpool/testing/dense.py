@@ -1,6 +1,6 @@
 """Dense attention and rounding in float64: the oracle that paged backends are measured against.
 
-Deliberately written another way than any backend here: one matrix per head, explicit masks, the sink as a column
+Written in another way than any backend here, on purpose: one matrix per head, explicit masks, the sink as a column
 of its own, rounding by exponent and mantissa instead of by bits.
 """
 

@@ -1,12 +1,12 @@
 """`ModelPool` and `ModelPlan`: the core's contract in plain Python, slow and obviously right.
 
 The independent oracle of `kvpool.Pool` and `kvpool.Plan`: it follows ``docs/core.md`` and ``docs/prefix.md`` line by
-line and shares no code with the core. There are only lists and dicts. Who names a block is recounted from the tables
-and the pending steps whenever it is needed, and a step rebuilds its plan from scratch. Words and blocks by id are in
+line and shares no code with the core. It has only lists and dicts. References to a block are recounted from the tables
+and the pending steps whenever they are needed, and a step rebuilds its plan from scratch. Words and blocks by id are in
 `model_state`, the prefix cache is in `model_prefix`; here are plans and the other calls, which have the docs of
 `kvpool.Pool`.
 
-One difference to the core: `digest` and `fingerprint` are other functions, which say only whether something changed.
+One difference from the core: `digest` and `fingerprint` are other functions, which say only whether something changed.
 
 Examples
 --------

@@ -3,9 +3,9 @@
 A `Hook` stands for a model's ``make_cache``, which engines reach by ``make_prompt_cache``. A `Site` is one attribute of
 a module or a class, which a stand-in replaces for all models that are installed.
 
-mlx-lm's server answers what fails before a request has begun by itself. Later it lets the exception end the connection,
-without an answer. A pool raises later, too: it may run out of blocks, or hold other bits than the server's ``kv_bits``.
-So one site sends the error.
+mlx-lm's server itself answers what fails before a request has begun. Later an exception ends the connection without an
+answer, and a pool may raise later: it may run out of blocks, or hold other bits than the server's ``kv_bits``. So one
+site sends the error.
 """
 
 from __future__ import annotations
