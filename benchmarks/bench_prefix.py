@@ -31,7 +31,7 @@ def random_prompts(rng, count, prompt_len):
 
 
 class Cache:
-    """A pool full of committed `prompts` in random places; with groups they take half of its blocks."""
+    """A pool full of committed `prompts` in random places; with several groups they take half of its blocks."""
 
     def __init__(self, num_blocks, prompt_len, max_seqs=16, groups=None):
         self.rng = np.random.default_rng(SEED)
@@ -116,7 +116,7 @@ def measure_hits(measure, cache, name, items):
     def other_prompts():
         for handle in held:
             unpin(handle)
-        cache.pool.stats()  # a pool with groups settles released blocks at the next call
+        cache.pool.stats()  # a pool settles released blocks at the next call
         chosen = cache.rng.choice(len(cache.prompts), LOOKUPS, replace=False)
         asked[:] = [cache.prompts[i].copy() for i in chosen]
 

@@ -25,9 +25,11 @@ def start_lengths(rows):
     return CONTEXT + np.arange(rows) % BLOCK_SIZE
 
 
-def decoding_pool(rows, *, in_order=True):
+def decoding_pool(rows, *, in_order=True, groups=None):
     """Return a pool with `rows` sequences of `start_lengths`, and their handles."""
-    pool = kvpool.Pool(rows * WIDTH + 1, BLOCK_SIZE, max_seqs=rows, max_blocks_per_seq=WIDTH, in_order=in_order)
+    pool = kvpool.Pool(
+        rows * WIDTH + 1, BLOCK_SIZE, max_seqs=rows, max_blocks_per_seq=WIDTH, in_order=in_order, groups=groups
+    )
     handles = np.array([pool.open() for _ in range(rows)], np.int64)
     prompt = kvpool.Plan(pool, 1, CONTEXT + BLOCK_SIZE)
     for handle, length in zip(handles.tolist(), start_lengths(rows).tolist(), strict=True):
@@ -80,9 +82,9 @@ def bench_decode(measure, rows, who):
 
 @pytest.mark.benchmark(group="decode step with fences")
 @pytest.mark.parametrize("rows", SIZES)
-def bench_decode_fenced(measure, rows):
+def bench_decode_fenced(measure, rows, groups=None):
     """Step and `done`, the default: two plans in turn, step i runs while step i - 1 is still pending."""
-    pool, handles = decoding_pool(rows, in_order=False)
+    pool, handles = decoding_pool(rows, in_order=False, groups=groups)
     step, done = pool.step, pool.done
     first, second = kvpool.Plan(pool, rows), kvpool.Plan(pool, rows)
     step(second, handles, 1)

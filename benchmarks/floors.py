@@ -1,4 +1,4 @@
-"""How far the core is from the C floor, and layer groups from one table: ``python -m benchmarks.floors``.
+"""How far the core is from the C floor, and several layer groups from one: ``python -m benchmarks.floors``.
 
 The rounds of both alternate in one process, and the least of each counts: on a machine that others share, this moves
 less than the medians of runs that are minutes apart.
@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import kvpool
 from benchmarks.baselines import Case, alternate
 from benchmarks.bench_alloc import bench_bulk
 from benchmarks.bench_fork import CHILDREN, bench_children
-from benchmarks.bench_prefix import bench_full_hit, bench_hit_of_groups
-from benchmarks.bench_step import ROUNDS, bench_decode, bench_decode_fenced
+from benchmarks.bench_prefix import bench_full_hit, bench_hit_of_groups, bench_insert
+from benchmarks.bench_step import CONTEXT, ROUNDS, WIDTH, bench_decode, bench_decode_fenced
 from benchmarks.command import main
 from benchmarks.gate import Gate
 
@@ -38,16 +39,24 @@ def case_of(bench: Callable[..., None], *args: Any) -> Case:
 def pairs() -> dict[str, tuple[float, Callable[[], list[Case]]]]:
     """Return by name: the limit of the ratio, and what makes the cases of the pool and of the floor."""
     rows: dict[str, tuple[float, Callable[[], list[Case]]]] = {}
-    for size, limit in ((1024, 2.2), (256, 1.7)):
+    for size, limit in ((1024, 2.0), (256, 1.9)):
         rows[f"step and done, {size} rows"] = limit, lambda size=size: [
             case_of(bench_decode_fenced, size), case_of(bench_decode, size, "floor"),
         ]  # fmt: skip
+    window = kvpool.Group.window(CONTEXT // 4, arena=1, num_blocks=256 * WIDTH)
+    rows["step and done, 256 rows, full + window / full"] = 1.6, lambda: [
+        case_of(bench_decode_fenced, 256, groups) for groups in ([kvpool.Group.full(), window], None)
+    ]  # fmt: skip
     rows["step in order, 1024 rows"] = 1.5, lambda: [case_of(bench_decode, 1024, who) for who in ("kvpool", "floor")]
     rows["prefix hit, 100,000 blocks"] = (
         2.5,
         lambda: [case_of(bench_full_hit, who, 100_000) for who in ("kvpool", "floor")],
     )
-    for blocks in (10_000, 100_000):  # the floor is a pool without groups
+    rows["prefix insert, 100,000 blocks"] = (
+        10.0,
+        lambda: [case_of(bench_insert, who, 100_000) for who in ("kvpool", "floor")],
+    )
+    for blocks in (10_000, 100_000):  # the floor is a pool of one group
         rows[f"prefix hit, 3 groups, {blocks:,} blocks"] = (
             1.5,
             lambda blocks=blocks: [case_of(bench_hit_of_groups, groups, blocks) for groups in ("three", "one")],

@@ -67,13 +67,17 @@ def show(value):
 
 
 def formats_with(backend, pool, formats):
-    """`formats` and those of a backend, if it has blocks like the pool's."""
-    for name, theirs, ours in (
-        ("block_size", backend.spec.block_size, pool.options.block_size),
-        ("num_blocks", backend.num_blocks, pool.options.num_blocks),
-    ):
-        if theirs != ours:
-            raise ValueError(f"[Plan] {name} is {theirs} in the backend, {ours} in the pool")
+    """`formats` and those of a backend, if it has blocks like the pool's, or of a storage of the pool."""
+    if hasattr(backend, "pool"):
+        if backend.pool is not pool:
+            raise ValueError("[Plan] the backend is of another pool")
+    else:
+        for name, theirs, ours in (
+            ("block_size", backend.spec.block_size, pool.options.block_size),
+            ("num_blocks", backend.num_blocks, pool.options.num_blocks),
+        ):
+            if theirs != ours:
+                raise ValueError(f"[Plan] {name} is {theirs} in the backend, {ours} in the pool")
     return (*((formats,) if isinstance(formats, str) else formats), *backend.required_formats)
 
 

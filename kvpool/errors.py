@@ -26,7 +26,7 @@ class OutOfBlocks(KVPoolError, MemoryError):
     blank, evictable, limbo : int
         Blank blocks, cached blocks that may be evicted, freed blocks that a pending step may still use.
     arena : int
-        Arena whose blocks are missing; 0 in a pool without layer groups.
+        Arena whose blocks are missing.
     """
 
     needed = short_by = blank = evictable = limbo = arena = 0

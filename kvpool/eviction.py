@@ -302,7 +302,7 @@ class Evictor:
     num_rows : int, default 0
         Sequences; `start` makes room for more. In a scheduler a row is a lane.
     group : int, default 0
-        Of a pool with layer groups the one that tokens leave: a full one. The backend holds each of its columns.
+        The one that tokens leave: a full one. The backend holds each of its columns.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""`GroupStorage`: the storage of a pool with layer groups, made of backends that know one shape each.
+"""`GroupStorage`: the storage of a pool of any layer groups, made of backends that know one shape each.
 
 A backend holds layers of one shape over the blocks of one arena. This object makes as many as the groups need, gives
 each layer of the model its place, and shows every backend ordinary steps of one column, without holes. Groups of
@@ -190,7 +190,7 @@ class GroupStep:
 
 
 class GroupStorage:
-    """Keys, values and states of all layers of a model, in the arenas of a pool with layer groups.
+    """Keys, values and states of all layers of a model, in the arenas of a pool.
 
     Parameters
     ----------
@@ -211,6 +211,8 @@ class GroupStorage:
 
     Attributes
     ----------
+    pool : Pool
+        What it was made for.
     groups : tuple of Group
         Those of the pool.
     backends : tuple of KVBackend
@@ -220,7 +222,7 @@ class GroupStorage:
     states : dict of int to StateSlots
         The state groups, by their number.
     required_formats : tuple of str
-        What a `Plan` needs.
+        What ``Plan(pool, ..., backend=storage)`` fills.
 
     Raises
     ------
@@ -240,7 +242,7 @@ class GroupStorage:
         xp: Any = np,
     ) -> None:
         self.groups = _checked_groups(pool)
-        self._pool = pool
+        self.pool = pool
         if len(stored) != len(self.groups):
             raise ValueError(f"[GroupStorage] stored has {len(stored)} entries, the pool has {len(self.groups)} groups")
         self.states: dict[int, StateSlots] = {}
@@ -451,8 +453,8 @@ class GroupStorage:
         MemoryError, RuntimeError
             No memory for an arena that grows. Those that grow are as before; those that shrink have shrunk.
         """
-        before = {arena: self._pool.stats(arena).num_blocks for arena in num_blocks}
-        moves: dict[int, np.ndarray] = self._pool.resize(num_blocks)
+        before = {arena: self.pool.stats(arena).num_blocks for arena in num_blocks}
+        moves: dict[int, np.ndarray] = self.pool.resize(num_blocks)
         grown: list[int] = []
         try:
             for arena, size in sorted(num_blocks.items(), key=lambda one: one[1] > before[one[0]]):  # which grow: last
@@ -460,12 +462,12 @@ class GroupStorage:
                 grown += [arena] * (size > before[arena])
         except BaseException:
             less = {arena: before[arena] for arena, size in num_blocks.items() if size > before[arena]}
-            self._pool.resize(less)  # what is blank leaves: nothing moves
+            self.pool.resize(less)  # what is blank leaves: nothing moves
             for arena in grown:
                 self._resize_arena(arena, before[arena], ())
             raise
         finally:
-            self.groups = self._pool.options.groups
+            self.groups = self.pool.options.groups
         return moves
 
     def _resize_arena(self, arena: int, size: int, moves: Any) -> None:
@@ -502,7 +504,7 @@ class GroupStorage:
     # ---------------------------------------------------------------------- internals
 
     def _of_plan(self, call: str, plan: Plan) -> Sequence[Any]:
-        if plan.pool is not self._pool:
+        if plan.pool is not self.pool:
             raise ValueError(f"[{call}] the plan is of another pool")
         return plan.groups
 

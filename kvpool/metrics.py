@@ -27,8 +27,8 @@ class Metric(NamedTuple):
 def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
     """The metrics of a pool, and of a scheduler on it. O(1): nothing is recomputed.
 
-    With layer groups, counts of blocks have the label ``arena``; ``kvpool_group_info`` says which group has its blocks
-    where. The pool may be in use by other threads.
+    With several arenas, counts of blocks have the label ``arena``; ``kvpool_group_info`` says which group has its
+    blocks where. The pool may be in use by other threads.
     """
     groups: tuple[Group, ...] = pool.options.groups
     arenas = [pool.stats(arena) for arena in range(1 + max(arenas_of(groups)))]
@@ -62,9 +62,8 @@ def metrics_of(pool: Any, scheduler: Any = None) -> list[Metric]:
         gauge("kvpool_prefix_kept", "Of these, blocks that a directive keeps.", prefix.kept),
         gauge("kvpool_prefix_checkpoints", "Checkpoints of layer groups that hits can use.", prefix.checkpoints),
         *(counter(f"kvpool_prefix_{name}_total", text, getattr(prefix, name)) for name, text in _PREFIX.items()),
+        Metric("kvpool_group_info", "gauge", "1 for each layer group.", tuple(_group_infos(pool))),
     ]
-    if len(groups) > 1:
-        metrics.append(Metric("kvpool_group_info", "gauge", "1 for each layer group.", tuple(_group_infos(pool))))
     if scheduler is not None:
         now = scheduler.stats()
         states = tuple(({"state": state}, getattr(now, state)) for state in _STATES)

@@ -36,10 +36,15 @@ class Manager:
         return Coordinator(self, model)
 
     def lookup_exact_cache(
-        self, token_ids: Sequence[int], *, extra_hash: int, min_prefix_tokens: int
+        self,
+        token_ids: Sequence[int],
+        extra_hash: int = 0,
+        max_prefix_tokens: int | None = None,
+        min_prefix_tokens: int = 0,
     ) -> tuple[list[Any] | None, int]:
         """Return caches with the longest known prefix that is longer than `min_prefix_tokens`, and its length."""
-        caches, length = self.prompts.fetch(token_ids, _namespace(extra_hash))
+        known = token_ids if max_prefix_tokens is None else token_ids[: max_prefix_tokens + 1]
+        caches, length = self.prompts.fetch(known, _namespace(extra_hash))
         if length <= min_prefix_tokens:
             caches, length = None, 0
         with self.lock:

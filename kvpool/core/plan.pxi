@@ -312,7 +312,7 @@ cdef class Plan:
         Pad value per array.
     out : dict, optional
         Arrays to write into instead of own ones; see `bind`.
-    backend : kvpool.protocol.KVBackend, optional
+    backend : kvpool.protocol.KVBackend or GroupStorage, optional
         Fill what this backend reads, its ``required_formats``, beside `formats`.
 
     Raises

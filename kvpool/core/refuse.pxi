@@ -58,7 +58,7 @@ cdef dict TEXTS = {             # what `refuse` raises: the values are named lik
     NAMED_TWICE: (DoubleFree, "block {value} stands twice, ids[{row}] is its second place"),
     HAS_CONTENT: (ValueError, "block {value} is cached already, uncache it first"),
     SEVERAL_GROUPS: (ValueError, "the pool has {value} layer groups, each with a table: name one"),
-    NOT_ALLOCATED: (ValueError, "block {value} was not taken with alloc: in a pool with layer groups and a prefix "
+    NOT_ALLOCATED: (ValueError, "block {value} was not taken with alloc: in a pool with a prefix "
                                 "cache incref takes no other block"),
     NO_SUCH_GROUP: (ValueError, "group is out of range ({value}), it must be in 0 .. {high}"),
     NOT_FULL: (ValueError, "group {value} is a {kind}, which lets go by itself: tokens are evicted from full groups "

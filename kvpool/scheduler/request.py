@@ -106,8 +106,8 @@ class Request:
     namespace : bytes
         Namespace of the prefix cache, made by `kvpool.namespace`.
     cut : int, optional
-        Where the part of the prompt begins that the next turn of a conversation may rewrite. Pools with layer groups
-        keep a checkpoint there. By default 16 tokens before the end.
+        Where the part of the prompt begins that the next turn of a conversation may rewrite. Windows, chunks and
+        states keep a checkpoint there. By default 16 tokens before the end.
     keep : Keep, optional
         How long the prompt and the answer stay in the prefix cache after the request, ``ttl`` in whole seconds of the
         scheduler's clock.

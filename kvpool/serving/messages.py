@@ -29,7 +29,8 @@ class CountRequest(Indirect):
 
     official: ClassVar = MessageCreateParamsBase.__annotations__
     not_done: ClassVar = {"mcp_servers": ([],), "output_format": (), "thread": ()}
-    tool_types, format_field = ("custom",), "output_config.format"
+    tool_types: ClassVar = ("custom",)
+    names: ClassVar = {"response_format": "output_config.format", "reasoning_effort": "output_config.effort"}
 
     messages: Annotated[Dicts, as_sdk(list[beta.BetaMessageParam]), Field(min_length=1)]
     system: Annotated[Any, as_sdk(str | list[beta.BetaTextBlockParam])] = ""
@@ -92,7 +93,7 @@ def _mark(blocks: Dicts) -> dict[str, Any] | None:
 
 def _turn(one: dict[str, Any], place: str) -> Dicts:
     """Return the messages of a chat that say the same: results of tools come first."""
-    role, blocks = one["role"], one["content"] or ""
+    role, blocks = one["role"], one.get("content") or ""
     if isinstance(blocks, str):
         blocks = [{"type": "text", "text": blocks}]
     texts, calls, thoughts, told = [], [], "", []

@@ -83,13 +83,16 @@ def _eager(kind: Any) -> Any:
     """Return a type of an SDK as clients send it.
 
     It has lists in place of iterables, which pydantic would read while they are used. Fields may be null, dictionaries
-    may have more of them, and one that has a single possible value may be left out.
+    may have more of them, and one that must be there and has a single possible value is added where it is left out.
     """
     origin, args = get_origin(kind), get_args(kind)
     if is_typeddict(kind):
         hints = get_type_hints(kind, include_extras=True)
         made = TypedDict("made", {name: _field(name, hint) for name, hint in hints.items()})  # type: ignore[misc]
-        return pydantic.with_config(ConfigDict(extra="allow", strict=True))(made)
+        needed = {name: _tags(hint) for name, hint in hints.items() if get_origin(hint) is Required}
+        known = {name: tags[0] for name, tags in needed.items() if len(tags) == 1}
+        whole = BeforeValidator(lambda one: known | one if isinstance(one, dict) else one)
+        return Annotated[pydantic.with_config(ConfigDict(extra="allow", strict=True))(made), whole]
     if origin in (Annotated, *UNIONS):
         return _union(list(_members(kind)))
     if isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
@@ -99,7 +102,7 @@ def _eager(kind: Any) -> Any:
 
 def _field(name: str, hint: Any) -> Any:
     inner = get_args(hint)[0] if get_origin(hint) in (Required, NotRequired) else hint
-    if get_origin(hint) is not Required or len(_tags(inner)) == 1:
+    if get_origin(hint) is not Required:
         return NotRequired[_eager(inner) | None]
     return Required[_eager(inner) | None] if name == "content" else Required[_eager(inner)]
 
@@ -165,12 +168,13 @@ class Request(BaseModel):
         try:
             read = cls.model_validate(data)
         except pydantic.ValidationError as error:
-            found = error.errors(include_url=False, include_context=False, include_input=False)
+            found = error.errors(include_url=False, include_context=False)
         else:
             read.agree(defaults or {})
             return read
-        worst = max(found, key=lambda one: len(one["loc"]))  # of several types of a field, the one that fits best
-        parts = [str(part) for part in worst["loc"] if not str(part).startswith(("constrained-", "list["))]
+        # of several types of a field, the one that fits best
+        worst = max(found, key=lambda one: (len(one["loc"]), (one["type"] == "tag") == isinstance(one["input"], dict)))
+        parts = [part for part in map(str, worst["loc"]) if "[" not in part and not part.startswith("constrained-")]
         place, text = ".".join(parts)[:100], worst["msg"].removeprefix("Value error, ")
         raise Refused(400, f"{place}: {text}", parts[0][:100])
 
@@ -199,6 +203,25 @@ class _Regex(TypedDict, total=False):
 class _Lark(TypedDict, total=False):
     type: Literal["grammar"]
     grammar: Required[str]
+
+
+class _Name(TypedDict, total=False):
+    name: Required[str]
+
+
+class _Function(TypedDict, total=False):
+    type: Required[Literal["function"]]
+    function: Required[_Name]
+
+
+class _Tools(TypedDict, total=False):
+    mode: Required[Literal["auto", "required"]]
+    tools: Required[list[_Function]]
+
+
+class _Allowed(TypedDict, total=False):
+    type: Required[Literal["allowed_tools"]]
+    allowed_tools: Required[_Tools]
 
 
 class _Retention(TypedDict, total=False):
@@ -396,7 +419,7 @@ class ChatRequest(Generation):
     tools: Annotated[
         Dicts, as_sdk(list[sdk.ChatCompletionFunctionToolParam]), Field(max_length=TOOLS), AfterValidator(named)
     ] = []
-    tool_choice: Annotated[Any, as_sdk(sdk.ChatCompletionToolChoiceOptionParam)] = "auto"
+    tool_choice: Annotated[Any, as_sdk(Literal["none", "auto", "required"] | _Function | _Allowed)] = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = Field(None, max_length=64)
     add_generation_prompt: bool = True
@@ -462,9 +485,8 @@ class ChatRequest(Generation):
         """The tools that the answer may call."""
         choice, names = self.tool_choice, None
         if isinstance(choice, dict):
-            kind = choice["type"]
-            listed = choice[kind]["tools"] if kind == "allowed_tools" else [choice]
-            names = {one[one["type"]]["name"] for one in listed}
+            listed = choice["allowed_tools"]["tools"] if choice["type"] == "allowed_tools" else [choice]
+            names = {one["function"]["name"] for one in listed}
         return [one for one in self.tools if choice != "none" and (names is None or one["function"]["name"] in names)]
 
     @property
@@ -513,7 +535,7 @@ class ChatRequest(Generation):
 class Indirect(Request):
     """A request that asks for what a chat can ask for: `chat`, which `asked` says, and whose errors name its fields."""
 
-    format_field: ClassVar[str]  # in place of `response_format`
+    names: ClassVar[Mapping[str, str]]  # of its fields, by those of the chat
     same: ClassVar[tuple[str, ...]] = ()  # fields that the chat has, too
     _chat: ChatRequest = pydantic.PrivateAttr()
 
@@ -523,8 +545,12 @@ class Indirect(Request):
 
     def agree(self, defaults: Mapping[str, Any]) -> None:
         asked = {name: getattr(self, name) for name in self.same if name in self.model_fields_set} | self.asked()
-        self._chat = ChatRequest.of({name: one for name, one in asked.items() if one is not None}, defaults)
-        self._chat._format_field = self.format_field
+        try:
+            self._chat = ChatRequest.of({name: one for name, one in asked.items() if one is not None}, defaults)
+        except Refused as error:  # a place within a field of the chat says nothing of the field here
+            own = self.names.get(error.param or "")
+            raise Refused(400, f"{own}: {error.detail.partition(': ')[2]}", own) if own else error from None
+        self._chat._format_field = self.names["response_format"]
 
     @property
     def chat(self) -> ChatRequest:

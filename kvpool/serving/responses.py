@@ -29,7 +29,8 @@ class ResponsesRequest(Indirect):
     not_done: ClassVar = {"background": (False,), "top_logprobs": (0,)} | dict.fromkeys(
         ("conversation", "moderation", "previous_response_id", "prompt"), ()
     )
-    tool_types, format_field = ("function", "custom"), "text.format"
+    tool_types: ClassVar = ("function", "custom")
+    names: ClassVar = {"messages": "input", "reasoning_effort": "reasoning.effort", "response_format": "text.format"}
     same = ("temperature", "top_p", "parallel_tool_calls", "stream", "prompt_cache_retention")
 
     input: str | Annotated[Dicts, Field(min_length=1)]
@@ -52,16 +53,20 @@ class ResponsesRequest(Indirect):
             try:
                 _add(told, item, f"input.{number}")
             except BROKEN as error:
-                raise Refused(400, f"input.{number}: the item is not whole: {error!r:.80}", "input") from None
+                raise Refused(400, f"input.{number}: {_wrong(error)}", "input") from None
         asked: dict[str, Any] = {"messages": told, "reasoning_effort": self.reasoning.get("effort")}
         try:
             asked |= {"tools": [_tool(one) for one in self.tools], "tool_choice": _choice(self.tool_choice)}
         except BROKEN as error:
-            raise Refused(400, f"tools: a tool, or tool_choice, is not whole: {error!r:.80}", "tools") from None
+            raise Refused(400, f"tools: of a tool, or of tool_choice, {_wrong(error)}", "tools") from None
         if form := self.text.get("format"):
             is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
             asked["response_format"] = {"type": "json_schema", "json_schema": form} if is_schema else form
-        return asked | {"max_tokens": self.max_output_tokens}
+        return asked | {"max_tokens": self.max_output_tokens or MOST}  # agents send none: then it is what fits
+
+
+def _wrong(error: Exception) -> str:
+    return f"the field {error} is missing" if isinstance(error, KeyError) else "a field has the wrong type"
 
 
 def _add(told: Dicts, item: dict[str, Any], place: str) -> None:

@@ -1,7 +1,7 @@
 """Random engines on a real pool, compared with dense attention after every step, and the cases about layer groups.
 
-`RandomEngine` drives a backend in a pool with one table, `GroupEngine` one below `kvpool.group_storage` in a pool with
-layer groups. `kvpool.testing.conformance` is the entrance, and says how cases are made.
+`RandomEngine` drives a backend in a pool of one group, `GroupEngine` one below `kvpool.group_storage` in a pool of
+several. `kvpool.testing.conformance` is the entrance, and says how cases are made.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ _STATE = (StateArray((2, 3), "float32"), StateArray((), "int64"), StateArray((5,
 
 
 class GroupEngine(Engine):
-    """An engine on a pool with groups: every answer is compared with dense attention, and what states hold.
+    """An engine on a pool of several groups: every answer is compared with dense attention, and what states hold.
 
     A state is a function of the history. Before each step, all that no query may read is set to NaN: blocks that no
     table names, block 0 included, and slots of the others. All layers have one dtype. `layers` are (group, what is

@@ -78,7 +78,7 @@ def test_layers_that_share_keys_and_values_own_no_bytes_and_may_not_write():
         places = [(0, 0), None, (1, 3), (0, 0), (1, 3), (1, 0)]
         storage = GroupStorage(NumpyBackend, pool, [WIDE, NARROW, STATE], places)
         assert storage.nbytes == alone.nbytes
-        plan = Plan(pool, 1, 8, formats=storage.required_formats)
+        plan = Plan(pool, 1, 8, backend=storage)
         pool.step(plan, [pool.open()], [5])
         step, rng = storage.prepare(plan), np.random.default_rng(1)
         for layer, heads in ((0, 4), (2, 2), (5, 2)):
@@ -132,7 +132,7 @@ def test_masks_name_positions_whatever_the_group_holds(group, heads, kind):
     spec = KVSpec(1, 2, 8, "float32", 4)
     with Pool(60, 4, max_seqs=4, groups=[group]) as pool:
         storage = GroupStorage(NumpyBackend, pool, [spec])
-        plan, rng = Plan(pool, 2, 32, formats=storage.required_formats), np.random.default_rng(3)
+        plan, rng = Plan(pool, 2, 32, backend=storage), np.random.default_rng(3)
         handles, total = [pool.open(), pool.open()], [0, 0]
         k, v = rng.standard_normal((2, 2, 60, 2, 8), np.float32)  # per row
         for new in ([11, 2], [7, 1], [1, 6], [5, 3], [6, 1]):
@@ -162,7 +162,7 @@ def test_masks_name_positions_whatever_the_group_holds(group, heads, kind):
 def test_options_that_groups_cannot_have_are_refused():
     with Pool(60, 4, max_seqs=4, groups=[Group.window(9, keep=3)]) as pool:
         storage = GroupStorage(NumpyBackend, pool, [KVSpec(1, 2, 8, "float32", 4)])
-        plan = Plan(pool, 1, 8, formats=storage.required_formats)
+        plan = Plan(pool, 1, 8, backend=storage)
         pool.step(plan, [pool.open()], [5])
         step, q = storage.prepare(plan), np.zeros((5, 2, 8), np.float32)
         for options, message in (
@@ -187,7 +187,7 @@ def found_again(factory, seed):
     groups = [Group.full(), Group.state(6, blocks=2), Group.state(6, blocks=1)]
     with Pool(40, 4, max_seqs=3, groups=groups, prefix_cache=True) as pool:
         storage = GroupStorage(factory, pool, [replace(WIDE, num_layers=1, num_kv_heads=2), FIRST, SECOND])
-        plan, tokens = Plan(pool, 1, 32, formats=storage.required_formats), list(range(20))
+        plan, tokens = Plan(pool, 1, 32, backend=storage), list(range(20))
 
         def run(handle, count):
             pool.step(plan, [handle], [count])
@@ -253,6 +253,8 @@ def test_plan_of_another_pool_is_refused():
     with two_groups() as pool, two_groups() as other:
         storage = GroupStorage(NumpyBackend, pool, [WIDE, NARROW, STATE])
         plan = Plan(other, 1, 8, formats=storage.required_formats)
+        with pytest.raises(ValueError, match=r"\[Plan\] the backend is of another pool"):
+            Plan(other, 1, 8, backend=storage)
         with pytest.raises(ValueError, match=r"\[prepare\] the plan is of another pool"):
             storage.prepare(plan)
         with pytest.raises(ValueError, match=r"\[copy_blocks\] the plan is of another pool"):

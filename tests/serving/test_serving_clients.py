@@ -4,8 +4,12 @@ The bodies in ``bodies`` are written after public sources and reports of these p
 are not obeyed.
 """
 
+import contextlib
+import copy
 import json
 import re
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -22,8 +26,13 @@ ASKED = [{"role": "user", "content": "How warm is it?"}]
 each_body = pytest.mark.parametrize("program", BODIES)
 
 
+def sent(request):
+    """Return path and body."""
+    return request["path"].partition("?")[0], request["body"]
+
+
 def form_of(program):
-    return FORMS[BODIES[program]["path"].partition("?")[0]]
+    return FORMS[sent(BODIES[program])[0]]
 
 
 @each_body
@@ -56,6 +65,39 @@ def test_field_of_a_client_is_obeyed_or_has_no_effect_or_is_named(program):
         with pytest.raises(Refused, match="not supported") as refusal:
             parse(form, json.dumps(body).encode(), is_strict=True)
         assert refusal.value.param in ignored
+
+
+WRONG = (None, True, -1, 1.5, 2**70, "", "x", [], {}, [None], [{}], [[]], {"type": "text"}, {"type": []}, {"a": [{}]})
+SYSTEM = {"role": "system", "content": [{"type": "text", "text": "a"}]}
+CHOICES = [{"type": kind, kind: {"name": "f"}} for kind in ("function", "custom")]
+CHOICES += [{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": CHOICES[:1]}}]
+MORE = [
+    *(("chat/completions", {"messages": [SYSTEM, *ASKED], "tools": CHOICES[:1], "tool_choice": x}) for x in CHOICES),
+    ("messages", {"max_tokens": 5, "system": SYSTEM["content"], "messages": [*ASKED, SYSTEM]}),
+]
+
+
+def places(value, *at):
+    """Iterate over all places in a body."""
+    for name in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield *at, name
+        yield from places(value[name], *at, name)
+
+
+@pytest.mark.parametrize(("path", "body"), [*((f"/v1/{to}", body) for to, body in MORE), *map(sent, BODIES.values())])
+def test_body_with_one_wrong_value_is_read_or_refused(path, body):
+    for *above, last in places(body):
+        for wrong in (*WRONG, "left out"):
+            changed = copy.deepcopy(body)
+            at = reduce(getitem, above, changed)
+            at[last] = wrong
+            if wrong == "left out":
+                del at[last]
+            with contextlib.suppress(Refused):
+                chat = parse(FORMS[path], json.dumps(changed).encode())[0].chat
+                for name in ("conversation", "forms", "callable_tools", "template_options", "keep", "kept_messages"):
+                    getattr(chat, name)
+                chat.options((1,), None, 0.0)
 
 
 def test_conversation_of_codex_is_one_turn_of_the_assistant_after_the_other():

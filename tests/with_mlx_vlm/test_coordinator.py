@@ -1,5 +1,6 @@
 """mlx-vlm's coordinator on `PromptCache`: what its generation finds, stores and answers, beside its own."""
 
+import inspect
 import random
 import runpy
 from pathlib import Path
@@ -250,3 +251,16 @@ def test_the_coordinator_has_every_member_that_the_package_calls():
 def test_the_example_installs_its_manager_before_the_server_begins():
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "prompt_cache_vlm_server.py"))
     assert apc.from_env().prompts.max_bytes == 8 << 30
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(Manager, apc.APCManager), (Coordinator, STOCK)])
+def test_methods_take_what_those_of_mlx_vlm_take(ours, theirs):
+    for name in set(vars(ours)) & set(vars(theirs)) - {"__init__"}:
+        if not inspect.isfunction(vars(ours)[name]):
+            continue
+        takes, own = inspect.signature(vars(ours)[name]), inspect.signature(vars(theirs)[name])
+        needed = [one for one in own.parameters.values() if one.default is one.empty]
+        by_name = {one.name for one in needed if one.kind is one.KEYWORD_ONLY}
+        given = [None] * (len(needed) - len(by_name)), dict.fromkeys(by_name)
+        takes.bind(*given[0], **given[1])
+        takes.bind(*given[0], **given[1] | {one: None for one in own.parameters.keys() - {p.name for p in needed}})
