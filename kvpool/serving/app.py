@@ -630,7 +630,7 @@ async def _refusal(request: Request, error: Any) -> JSONResponse:
     """Answer in the event loop: starlette would start a thread for a plain function."""
     if not isinstance(error, HTTPException):
         error = Refused(500, f"the server failed: {type(error).__name__}")
-    text = "there is no such path: docs/serving.md lists them" if error.detail == "Not Found" else error.detail
+    text = f"there is no such path: {request.url.path:.80}" if error.detail == "Not Found" else error.detail
     found = _error(request.scope, error.status_code, text, *(getattr(error, name, None) for name in ("param", "code")))
     found.headers.update(error.headers or {})  # Allow, with 405
     return found

@@ -268,11 +268,12 @@ class Run:
         ended = self.completions.values()
         samples = [sample for completion in ended for sample in completion.samples]
         times = [sample.output.times for sample in samples]
+        written = sum(len(sample.tokens) for sample in samples)
         first = min((one.first_token - one.arrived for one in times if one.first_token is not None), default=None)
         return {
             "prompt": sum(map(len, self.prompts)),
             "cached": sum(one.samples[0].output.num_cached for one in ended) if ended else None,
-            "generated": sum(len(sample.tokens) for sample in samples) or self._num_heard,
+            "generated": written or self._num_heard if ended or self._listens else None,
             "first": None if first is None else round(first, 3),
         }
 
