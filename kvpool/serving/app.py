@@ -58,6 +58,7 @@ PING_SECONDS = 10  # between two comments in a stream: a prompt may be read for 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"  # of the page
 LIVE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Content-Type": "text/event-stream; charset=utf-8"}
 LONGEST_PATH = 200  # bytes of a path in the log
+HUNG_UP = "the client has hung up"
 POLLED = {"/health", "/ready", "/metrics", "/status"}  # a line for each would hide the others
 TWO_LENGTHS = {b"content-length", b"transfer-encoding"}  # RFC 9112, 6.3: after both, the connection is closed
 BODY_SECONDS = 30  # for a client to send its body
@@ -287,7 +288,8 @@ class Service:
             try:
                 return await endpoint(request)
             except ClientDisconnect:
-                return Response(status_code=499)  # the client is gone
+                request.state.error = HUNG_UP
+                return Response(status_code=499)  # nobody gets it, but the statistics and the log
 
         return guarded
 
@@ -542,8 +544,9 @@ class Stream(Response):
             pings = asyncio.create_task(self._ping())
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                with suppress(ClientDisconnect):
-                    await _unless_gone(receive, self._pieces(scope["state"]))
+                await _unless_gone(receive, self._pieces(scope["state"]))
+            except ClientDisconnect:
+                scope["state"]["error"] = HUNG_UP
             finally:
                 pings.cancel()
 

@@ -71,6 +71,8 @@ def test_client_that_hangs_up_is_cancelled(server, stream):
     assert after['kvpool_blocks{state="used"}'] == 0
     assert after["kvpool_requests_cancelled_total"] == before["kvpool_requests_cancelled_total"] + 2
     assert after["kvpool_sampled_tokens_total"] < before["kvpool_sampled_tokens_total"] + 6000
+    status = b" status=%d " % (200 if stream else 499)
+    assert sum(b'error="the client has hung up"' in line and status in line for line in server.errors) == 2
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/completions", "/v1/messages"])
