@@ -886,10 +886,7 @@ class BlockIndex:
 
     def open(self, root: bytes, known: np.ndarray) -> int:
         """Open a sequence with the whole blocks that are known."""
-        known = known[: self._most - 1]
-        full = len(known) - len(known) % BLOCK
-        more = known[: full + 1] if full < len(known) else np.append(known, np.int32(0))  # one is never a hit
-        return self.pool.open(more, root, reserve=False)
+        return self._prefix.pin(known if len(known) <= self._most else known[: self._most], root)
 
     def put(self, one: CachedSequence, known: np.ndarray, rows: list[mx.array]) -> None:
         """Make the rest of these tokens blocks of an open sequence, with `rows`."""
