@@ -415,8 +415,9 @@ def _in_hub_cache(name: Path) -> Path | None:
     """The folder of ``owner/name`` in the local cache of the Hugging Face Hub; nothing is downloaded."""
     if len(name.parts) != 2 or name.is_absolute() or name.parts[0].startswith((".", "~")):
         return None
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{'--'.join(name.parts)}"
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = os.path.expandvars(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or f"{home}/hub"))
+    folder = Path(cache) / f"models--{'--'.join(name.parts)}"
     try:
         revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:

@@ -220,14 +220,17 @@ def test_spec_from_config_reads_files_folders_and_text_configs(tmp_path):
 
 
 def test_spec_from_config_reads_the_local_cache_of_the_hub(tmp_path, monkeypatch):
-    folder = tmp_path / "hub" / "models--some--model"
+    folder = tmp_path / "huggingface" / "hub" / "models--some--model"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0123")
     (folder / "snapshots" / "0123").mkdir(parents=True)
     (folder / "snapshots" / "0123" / "config.json").write_text(json.dumps(LLAMA_8B))
-    for name, value in (("HF_HUB_CACHE", tmp_path / "hub"), ("HF_HOME", tmp_path)):
-        monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    places = {"HF_HUB_CACHE": "$HOME/huggingface/hub", "HF_HOME": "~/huggingface", "XDG_CACHE_HOME": str(tmp_path)}
+    for name in places:
+        for other in places:
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, places[name])
         assert spec_from_config("some/model") == spec_from_config(LLAMA_8B)
     for missing in ("some/other", "model", "../model", str(tmp_path / "model")):
         with pytest.raises(FileNotFoundError):
