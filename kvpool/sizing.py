@@ -337,7 +337,10 @@ def _read_groups(fields: Mapping[str, Any], dtype: str) -> tuple[LayerGroup, ...
     if name not in _RULES:
         raise ValueError(f"[config] model_type {shortened(name)} is not known without mlx-lm; {_INSTEAD}")
     if name == "dbrx":
-        heads = (fields.get("attn_config") or {}).get("kv_n_heads")
+        inner = fields.get("attn_config")
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"[config] attn_config must be an object, got {shortened(inner)}")
+        heads = _size(inner, "kv_n_heads")
         fields = {common: fields.get(own) for common, own in _DBRX.items()} | {"num_key_value_heads": heads}
     is_latent = _RULES[name] == "latent"
     if is_latent:

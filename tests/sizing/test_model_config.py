@@ -266,6 +266,8 @@ MODEL = r"^\[config\] mlx-lm \S+ cannot size model_type"
         (LLAMA_8B | {"layer_types": [SLIDING] * 32}, "sliding_window is missing"),
         (LLAMA_8B | {"model_type": 7}, r"^\[config\] model_type is missing or no string \(7\)"),
         (gemma3() | {"text_config": 5}, "text_config must be an object, got 5"),
+        (config_of("dbrx") | {"attn_config": "x"}, "attn_config must be an object, got 'x'"),
+        (config_of("dbrx") | {"attn_config": {}}, "kv_n_heads is missing"),
         (LLAMA_8B | {"model_type": "llama9"}, f"{MODEL} 'llama9': ValueError: .*not supported"),
         (LLAMA_8B | {"model_type": "x" * 10_000}, rf"{MODEL} .{{0,320}}$"),
         (sizes("glm", 2, 4, 4, 64) | {"model_type": "helium"}, f"{MODEL} 'helium': TypeError: .*'intermediate_size'"),
