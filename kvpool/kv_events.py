@@ -15,10 +15,13 @@ knows less than the pool holds, never more. Needs the extra ``events``.
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -122,11 +125,16 @@ class EventPublisher:
         self._context.term()  # this ends the wait of the thread, which closes its socket
 
     def _bound(self, kind: int, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
-        socket = self._context.socket(kind)
-        socket.set_hwm(100_000 if kind == zmq.PUB else 0)
-        socket.linger = 1000  # milliseconds
-        socket.bind(endpoint)
-        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        own = self._context.socket(kind)
+        own.set_hwm(100_000 if kind == zmq.PUB else 0)
+        own.linger = 1000  # milliseconds
+        if endpoint.startswith("ipc://"):  # ZMQ deletes the file that is there, also one that somebody listens on
+            with socket.socket(socket.AF_UNIX) as asker, suppress(OSError):  # of a long path, which ZMQ refuses
+                asker.setblocking(False)
+                if asker.connect_ex(endpoint.removeprefix("ipc://")) in (0, errno.EAGAIN):
+                    raise zmq.ZMQError(errno.EADDRINUSE)
+        own.bind(endpoint)
+        return own, own.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
         """The thread that sends again what readers missed: who asks, nothing, the first number."""

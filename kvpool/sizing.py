@@ -337,7 +337,10 @@ def _read_groups(fields: Mapping[str, Any], dtype: str) -> tuple[LayerGroup, ...
     if name not in _RULES:
         raise ValueError(f"[config] model_type {shortened(name)} is not known without mlx-lm; {_INSTEAD}")
     if name == "dbrx":
-        heads = (fields.get("attn_config") or {}).get("kv_n_heads")
+        inner = fields.get("attn_config")
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"[config] attn_config must be an object, got {shortened(inner)}")
+        heads = _size(inner, "kv_n_heads")
         fields = {common: fields.get(own) for common, own in _DBRX.items()} | {"num_key_value_heads": heads}
     is_latent = _RULES[name] == "latent"
     if is_latent:
@@ -415,8 +418,9 @@ def _in_hub_cache(name: Path) -> Path | None:
     """The folder of ``owner/name`` in the local cache of the Hugging Face Hub; nothing is downloaded."""
     if len(name.parts) != 2 or name.is_absolute() or name.parts[0].startswith((".", "~")):
         return None
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{'--'.join(name.parts)}"
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = os.path.expandvars(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or f"{home}/hub"))
+    folder = Path(cache) / f"models--{'--'.join(name.parts)}"
     try:
         revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:

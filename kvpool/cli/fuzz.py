@@ -80,13 +80,13 @@ def load_target(text: str) -> Callable[..., Any]:
     """The factory that ``module:factory`` names. It may be in the working directory."""
     if ":" not in text:
         raise CommandError(f"--target {text}: it has to be MODULE:FACTORY")
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, here := os.getcwd())
     try:
         found: Callable[..., Any] = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise CommandError(f"--target {text}: {error}") from None
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path.remove(here)  # which the module may have left
     return found
 
 

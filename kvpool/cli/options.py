@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.console import CommandError, nbytes, real, whole
-from kvpool.config import parse_nbytes
 
 if TYPE_CHECKING:
     from kvpool.eviction import Policy, SlidingWindow
@@ -265,10 +264,7 @@ def place_of(args: argparse.Namespace) -> str | None:
 
 
 def _size(option: str, text: str | None) -> int | None:
-    try:
-        nbytes = None if text is None else parse_nbytes(text)
-    except ValueError:
-        raise CommandError(f"{option} {text}: not a size, such as 20GB") from None
-    if nbytes == 0:
+    size = None if text is None else nbytes(option, text)
+    if size == 0:
         raise CommandError(f"{option} {text}: must be more than 0")
-    return nbytes
+    return size

@@ -14,7 +14,8 @@ cdef struct Name:               # a namespace, whose bytes stand behind it
     int64_t kept                # nodes that a directive keeps,
     int64_t most_kept           # and how many these may be, NO_LIMIT
     int32_t slot                # its place in Names.slot
-    uint8_t[16] key             # SHA-256 of its bytes, cut: what the content key of a first block begins with
+    bint has_key
+    uint8_t[16] key             # SHA-256 of its bytes, cut, if it has one: what the key of a first block begins with
 
 
 # Invariants: a namespace that is known has users, a slot of its own, and stands in the bucket of its hash
@@ -26,4 +27,3 @@ cdef struct Names:
     int32_t size
     uint32_t mask
     uint64_t seed               # of their hash, so that nobody can choose names that collide
-    bint has_keys               # events tell of names

@@ -8,10 +8,9 @@ cdef inline const char* name_bytes(const Name* name) noexcept nogil:
     return <const char*>(name + 1)
 
 
-cdef int names_init(Names* names, uint64_t seed, bint has_keys) noexcept nogil:
+cdef int names_init(Names* names, uint64_t seed) noexcept nogil:
     memset(names, 0, sizeof(Names))
     names.seed = seed
-    names.has_keys = has_keys
     return names_grow(names, LEAST_NAMES)
 
 
@@ -78,10 +77,17 @@ cdef Name* name_new(Names* names, uint64_t hash, const void* data, int64_t size)
     name.users = name.counted = name.kept = 0
     name.most_kept = NO_LIMIT
     name.references = 1
+    name.has_key = False
     memcpy(<char*>name_bytes(name), data, size)
-    if names.has_keys:
-        sha256(NULL, data, size, name.key)
     return name
+
+
+cdef const uint8_t* name_key(Name* name) noexcept nogil:
+    """Its key, which it gets when it is asked for first: most requests of a namespace need none."""
+    if not name.has_key:
+        sha256(NULL, name_bytes(name), name.size, name.key)
+        name.has_key = True
+    return name.key
 
 
 cdef void name_let_go(Name* name) noexcept nogil:

@@ -34,7 +34,7 @@ cdef int index_init(Index* ix, int64_t block_size, uint64_t seed, uint32_t keep,
     ix.secret[1] = mix(ix.secret[0], 0x8BB84B93962EACC9ULL)
     ix.keep = keep
     ring_init(&ix.ring, events, block_size)
-    return names_init(&ix.names, seed, events > 0)
+    return names_init(&ix.names, seed)
 
 
 cdef void index_free(Index* ix) noexcept nogil:

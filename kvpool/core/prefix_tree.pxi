@@ -398,7 +398,7 @@ cdef int32_t node_new(Groups* gs, Name* name, int32_t parent, uint32_t hash, con
     t.index.inserted += 1
     name.users += 1
     if t.key != NULL:
-        sha256(node_key(t, parent) if parent != NO_NODE else name.key, tokens,
+        sha256(node_key(t, parent) if parent != NO_NODE else name_key(name), tokens,
                t.block_size * sizeof(int32_t), node_key(t, n))
     return n
 

@@ -532,17 +532,23 @@ class Scheduler:
             samples = rows.order[:decodes], batch.lanes32
             samples = (*samples, batch.index, batch.width) if plain else self._samples(*samples)
         pad_to = self._pad_to(len(arrays[0]), len(tokens)) if callable(self._pad_to) else self._pad_to
-        core.pool.step(plan, arrays[1], 1 if len(tokens) == decodes else arrays[2], pad_to=pad_to)
         step = Step(rows, plan, plain, tokens, decodes, *arrays, *samples)
         if new is not None:
             step.count_drafts()
         if before is not None:
             step.follow(before)
-        self._turn = (self._turn + 1) % len(self._plans)
-        self._out.append(step)
         core.newest = NOBODY
-        core.was_chunk = batch is None
-        return step
+        try:
+            self._out, self._turn = [*self._out, step], (self._turn + 1) % len(self._plans)
+            core.pool.step(plan, arrays[1], 1 if len(tokens) == decodes else arrays[2], pad_to=pad_to)
+            core.was_chunk = batch is None
+            return step
+        except BaseException as error:  # of the pool, which changes nothing then, or a signal behind its step
+            if plan.is_pending or (core.pool.options.in_order and not isinstance(error, Exception)):
+                self.fail(step)
+            elif step in self._out:
+                self._out, self._turn = self._out[:-1], (self._turn - 1) % len(self._plans)
+            raise
 
     def _mixed(
         self, batch: DecodeBatch | None, new: NDArray[int64] | None, chunks: list[tuple[int, int]]
@@ -663,6 +669,11 @@ class Scheduler:
             raise RuntimeError(f"[{call}] this step is not out: it was updated or failed, or another scheduler made it")
 
     # -- questions
+
+    @property
+    def out(self) -> tuple[Step, ...]:
+        """The steps that are out, oldest first: also one whose `schedule` was interrupted when it was made."""
+        return tuple(self._out)
 
     @property
     def handles(self) -> NDArray[int64]:

@@ -46,6 +46,7 @@ NEW = ".new"  # of a small file, until it has its name
 _SEGMENT = re.compile(r"([0-9a-f]{16})(\.kvpool|\.kvpool-open)")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_SECONDS = 10.0
 
 
@@ -82,12 +83,13 @@ class Folder:
             raise FileNotFoundError(f"[{call}] there is no directory {self.path}") from None
         except OSError as error:
             raise NotADirectoryError(f"[{call}] {self.path} is not a directory, or a link ({error.strerror})") from None
-        self._lock_fd: int | None = None
+        self.is_read_only = False
         try:
             self._check_owner(os.fstat(self.fd), self.path, "chmod 700")
             try:
-                self._lock_fd = self.open("lock", os.O_RDWR | os.O_CREAT * create | os.O_NOFOLLOW | os.O_CLOEXEC)
+                os.close(self.open("lock", _LOCK | os.O_CREAT * create))
             except OSError as error:
+                self.is_read_only = True
                 if create and error.errno is None:  # it was opened, and is not a file of ours
                     raise
                 if create and error.errno not in (errno.EROFS, errno.EACCES):
@@ -96,10 +98,6 @@ class Folder:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def is_read_only(self) -> bool:
-        return self._lock_fd is None
 
     @property
     def is_gone(self) -> bool:
@@ -114,20 +112,18 @@ class Folder:
     def make_anew(self, layout: Layout) -> None:
         """Take the directory that is at the path now; made if it is not there. It raises what a new `Folder` raises.
 
-        Other threads may be about to open files in the old one, so the new one gets its descriptors.
+        Other threads may be about to open files in the old one, so the new one gets its descriptor.
         """
         with closing(Folder(self._place, self._call)) as new:
-            if new._lock_fd is None or self._lock_fd is None:
+            if new.is_read_only or self.is_read_only:
                 raise PermissionError(f"[{self._call}] {self.path} is read-only")
             new.check_layout(layout)
             os.dup2(new.fd, self.fd, inheritable=False)
-            os.dup2(new._lock_fd, self._lock_fd, inheritable=False)
 
     def close(self) -> None:
-        for fd in (self.fd, self._lock_fd):
-            if fd is not None and fd >= 0:
-                os.close(fd)
-        self.fd, self._lock_fd = -1, None
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
     # ---------------------------------------------------------------------- files
 
@@ -279,21 +275,33 @@ class Folder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the lock of the directory; TimeoutError if another process does not let it go."""
-        if self._lock_fd is None:
+        if self.is_read_only:
             raise PermissionError(f"[{self._call}] {self.path} is read-only")
         end = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"[{self._call}] another process holds {self.path}/lock") from None
-                time.sleep(0.005)
+        while (fd := self._locked()) is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"[{self._call}] another process holds {self.path}/lock")
+            time.sleep(0.005)
         try:
             yield
         finally:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file too
+            os.close(fd)
+
+    def _locked(self) -> int | None:
+        """Lock the file; None: another process holds it, or it is not the one of that name, as somebody deletes it."""
+        fd = self.open("lock", _LOCK | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat("lock", dir_fd=self.fd, follow_symlinks=False)):
+                return fd
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
 
     def read_json(self, name: str) -> dict[str, object]:
         """The content of a small file; ValueError if it is damaged."""

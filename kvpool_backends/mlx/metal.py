@@ -370,7 +370,7 @@ def long_chunk(spec: KVSpec) -> int | None:
     """Return above how many queries of a row MLX's own attention is taken. None: never, as it would make all scores."""
     if spec.latent or spec.head_dim != spec.value_head_dim:
         return None
-    release, dim = tuple(map(int, mx.__version__.split(".")[:3])), spec.head_dim  # type: ignore[attr-defined]
+    release, dim = tuple(map(int, re.findall(r"\d+", mx.__version__)[:3])), spec.head_dim  # type: ignore[attr-defined]
     if dim in FUSED_DIMS:
         return LONG_CHUNK if release >= FUSED_DIMS[dim] else None
     return TENSOR_CHUNK - 1 if release >= TENSOR_DIMS.get(dim, (99,)) and has_tensor_operations() else None

@@ -11,6 +11,7 @@ from seed_allocator import FAULTS, Adapter, sound
 
 import kvpool
 from kvpool.cli import main
+from kvpool.cli.fuzz import load_target
 from kvpool.testing import ModelPool, conformance
 from kvpool.testing.fuzz_target import PoolAllocator, fuzz_backend, fuzz_target
 from kvpool_backends.numpy import NumpyBackend
@@ -288,6 +289,12 @@ def test_interrupt_is_no_finding():
 def test_fuzz_target_of_a_wrong_kind_is_refused(capsys, more, what):
     assert main(["fuzz", "--ops", "10", "--target", *more]) == 2
     assert what in capsys.readouterr().err
+
+
+def test_target_whose_module_goes_to_another_directory_is_loaded(tmp_path, monkeypatch):
+    (tmp_path / "goes_away.py").write_text("import os\nos.chdir('/')\nmake = dict\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_target("goes_away:make") is dict
 
 
 # ---- the installed core --------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ MIB = 2**20
 DIMS = (*((dim, dim) for dim in (64, 72, 80, 96, 112, 128, 192, 256, 512)), (192, 128), (64, 128))
 #: Head dimensions for which MLX makes no array of all scores: by release and GPU, the last with tensor operations.
 FUSED_DIMS = (64, 72, 80, 96, 128)
-FUSED_BY_MLX = {("0.31.2", "g17s"): (64, 80, 128), ("0.32.1", "g17s"): FUSED_DIMS, ("0.32.4", "g16s"): FUSED_DIMS}
+FUSED_BY_MLX = {("0.31.2", "g17s"): (64, 80, 128), ("0.32.1", "g17s"): FUSED_DIMS, ("0.33.0rc1", "g16s"): FUSED_DIMS}
 FUSED_BY_MLX |= {("0.32.4.dev1+a", "g17s"): (*FUSED_DIMS, 256)}
 
 

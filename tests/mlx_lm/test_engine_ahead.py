@@ -134,7 +134,7 @@ def test_close_waits_for_the_step_that_has_begun(model, monkeypatch, by):
         assert engine.num_unfinished == engine.kv.pool.stats().used == 0
 
 
-@pytest.mark.parametrize("when", ["begin", "read"])
+@pytest.mark.parametrize("when", ["begin", "read", "scheduled"])
 def test_failure_takes_both_steps_back_and_the_engine_goes_on(model, when, monkeypatch):
     with lazy(model) as engine:
         due = engine.generate([5, 6, 7], max_tokens=12).tokens.tolist()
@@ -142,9 +142,10 @@ def test_failure_takes_both_steps_back_and_the_engine_goes_on(model, when, monke
         for _ in range(4):
             engine.step()
         before = engine.scheduler.tokens_of(id).tolist()
-        broken = (Engine, "_run") if when == "begin" else (module, "_likeliest")
+        broken = {"begin": (Engine, "_run"), "read": (module, "_likeliest"), "scheduled": (engine.scheduler, "schedule")}
+        schedule = engine.scheduler.schedule  # behind which a signal raises
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(*broken, lambda *arguments: 1 / 0)
+            patch.setattr(*broken[when], lambda *arguments: (when == "scheduled" and schedule(), 1 / 0))
             engine.step()
         assert engine.scheduler.tokens_of(id).tolist() == before and engine.kv.pool.stats().pending == 0
         engine.scheduler.check()

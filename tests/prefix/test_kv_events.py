@@ -69,10 +69,13 @@ def test_publisher_that_keeps_nothing_sends_all_the_same(wire):
     assert any(publisher.publish([("cleared", None)]) or reader.poll(50) for _ in range(100))
 
 
-def test_address_in_use_is_refused_and_nothing_is_left_open(wire):
+def test_address_in_use_is_refused_and_nothing_is_left_open(wire, tmp_path):
     publisher, _, _ = wire
     with pytest.raises(OSError, match=r"\[EventPublisher\] .* cannot be bound: Address already in use"):
         EventPublisher("tcp://127.0.0.1:*", replay=publisher.endpoint)
+    with pytest.raises(OSError, match=r"\[EventPublisher\] .* cannot be bound: Address already in use"):
+        EventPublisher(f"ipc://{tmp_path}/a", replay=f"ipc://{tmp_path}/a")
+    EventPublisher(f"ipc://{tmp_path}/a").close()  # its file was left, and nobody listens on it
 
 
 def test_publisher_that_is_closed_says_so(wire):

@@ -42,16 +42,6 @@ def test_sequence_in_the_lane_of_a_cancelled_one_does_not_follow_it():
     assert (step.num_decodes, step.tokens.tolist(), step.follows.tolist()) == (1, [5], [-1])
 
 
-def test_request_cancelled_while_two_steps_are_out_gets_no_token_of_them():
-    _, two = make()
-    two.add(Request([1, 2, 3], 9))
-    two.update(step := two.schedule(), tokens(step))
-    out = [two.schedule(), two.schedule()]
-    two.cancel(0)
-    assert [two.update(step, tokens(step)) for step in out] == [[], []]
-    two.check()
-
-
 @pytest.mark.parametrize(
     ("request_options", "options"),
     [

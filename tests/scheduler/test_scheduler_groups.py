@@ -80,13 +80,6 @@ def test_needs_are_what_the_pool_takes():
             assert exact <= own <= exact + slack, f"seed {seed}: {group} counts {own}, it holds {exact}"
 
 
-def test_long_prompt_needs_its_window_only():
-    pool = small(**groups_with(full=100, window=6, slots=2))
-    scheduler = Scheduler(pool, prefill_chunk=8, max_step_tokens=8)
-    scheduler.add(Request(range(300), max_tokens=2))
-    assert len(drain(scheduler)) == 1 and pool.stats(1).peak_used <= 6
-
-
 @pytest.mark.parametrize(
     ("room", "words"),
     [

@@ -74,24 +74,6 @@ def test_add_numbers_requests_around_ids_in_use():
     assert scheduler.stats().waiting == 4
 
 
-def test_step_says_whose_sample_each_row_is():
-    """A runner draws by id, number of the sample and position: no two rows of a step may have the same."""
-    seen = []
-    scheduler = Scheduler(
-        Pool(64, 4), speculate=lambda rows: seen.extend(one.request.id for one in rows) or [[]] * len(rows)
-    )
-    mine = Request([1, 2, 3], user="mine")
-    names = [scheduler.add(request) for request in (mine, Request([4], id="x"), mine, Request([5], n=2))]
-    assert names == [0, "x", 1, 2] and mine.id is None
-    step = scheduler.schedule()
-    assert [request.id for request in step.requests] == [0, "x", 1, 2, 2]
-    assert step.sample_index.tolist() == [0, 0, 0, 0, 1] and step.sample_position.tolist() == [0] * 5
-    assert [scheduler.request_of(lane).id for lane in step.sample_lane.tolist()] == [0, "x", 1, 2, 2]
-    assert step.requests[0].user == "mine" and step.requests[0].prompt is mine.prompt
-    scheduler.update(step, np.ones(5, np.int32))
-    assert scheduler.schedule() is not None and set(seen) == {0, "x", 1, 2}
-
-
 def test_add_beam_fits_as_a_whole_or_is_rejected():
     # 2 blocks of prompt shared, and for each hypothesis 1 more block and 1 for a copy: 2 + 3 * 2 = 8
     scheduler = Scheduler(Pool(9, 4), max_running=3)
@@ -139,31 +121,6 @@ def test_longest_stop_sequence_ends_a_request():
     for token in [3, *stop]:
         outputs = scheduler.update(scheduler.schedule(), np.int32([token]))
     assert (outputs[0].tokens.tolist(), outputs[0].finish_reason) == ([3, *stop], "stop")
-
-
-def test_table_of_ends_is_as_wide_as_running_requests_need():
-    """Each lane has a column for each token that may end any request: it goes when the request has gone."""
-    rng = np.random.default_rng(1)
-    pool = Pool(400, 4)
-    scheduler = Scheduler(pool, max_running=6)
-    widths = set()
-    for number in range(60):
-        ends = int(2 ** rng.uniform(0, 10))
-        stop = [[1, 100 + token] for token in range(rng.integers(0, 5))]
-        beam = {"beam_width": 2} if number % 7 == 0 else {}
-        scheduler.add(
-            Request([number], max_tokens=int(rng.integers(1, 9)), eos=range(1000, 1000 + ends), stop=stop, **beam)
-        )
-    while (step := scheduler.schedule()) is not None:
-        continuations = np.tile(np.int32(range(4)), (np.count_nonzero(step.beam_width), 1))
-        beams = continuations, np.zeros(continuations.shape, np.float32) - 1
-        scheduler.update(step, np.zeros(len(step.sample_at), np.int32), beams=beams)
-        scheduler.check()
-        running = [scheduler.request_of(lane) for lane in np.flatnonzero(scheduler._core.rows.handle >= 0).tolist()]
-        need = max((len(one.eos) + len(one.stop) for one in running), default=1)
-        widths.add(width := scheduler._core.rows.watch.shape[1])
-        assert need <= width < 2 * need
-    assert len(widths) > 5 and scheduler._core.rows.watch.shape == (6, 1)
 
 
 def test_cancel_unknown_or_finished_request_says_which():

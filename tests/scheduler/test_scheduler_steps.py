@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from schedules import Machine, greedy
+from schedules import Machine
 
 from kvpool import Pool, Request, Scheduler
 
@@ -24,22 +24,6 @@ def test_schedule_decodes_come_first_in_order_of_admission_then_chunks():
     assert {array.dtype for array in (step.handles, step.num_new)} == {np.dtype(np.int64)}
     names = ("tokens", "lanes", "sample_at", "sample_lane", "sample_index", "sample_position", "beam_width")
     assert {getattr(step, name).dtype for name in names} == {np.dtype(np.int32)}
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
-def test_samples_share_one_prefill(block_size):
-    pool = Pool(200, block_size)
-    scheduler = Scheduler(pool)
-    request = Request(range(9), max_tokens=6, n=5)
-    scheduler.add(request)
-    outputs = Machine(scheduler, pool).run()
-    assert {key: output.tokens.tolist() for key, output in outputs.items()} == {
-        (0, i): greedy(request) for i in range(5)
-    }
-    stats = scheduler.stats()
-    assert (stats.prefill_tokens, stats.decode_tokens, stats.finished) == (9, 5 * 5, 5)
-    copies = pool.stats().cow_copies
-    assert copies == (0 if 9 % block_size == 0 else 4)  # the last of those who share a tail writes in place
 
 
 def test_update_logprobs_come_back_with_the_tokens():

@@ -220,14 +220,17 @@ def test_spec_from_config_reads_files_folders_and_text_configs(tmp_path):
 
 
 def test_spec_from_config_reads_the_local_cache_of_the_hub(tmp_path, monkeypatch):
-    folder = tmp_path / "hub" / "models--some--model"
+    folder = tmp_path / "huggingface" / "hub" / "models--some--model"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0123")
     (folder / "snapshots" / "0123").mkdir(parents=True)
     (folder / "snapshots" / "0123" / "config.json").write_text(json.dumps(LLAMA_8B))
-    for name, value in (("HF_HUB_CACHE", tmp_path / "hub"), ("HF_HOME", tmp_path)):
-        monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    places = {"HF_HUB_CACHE": "$HOME/huggingface/hub", "HF_HOME": "~/huggingface", "XDG_CACHE_HOME": str(tmp_path)}
+    for name in places:
+        for other in places:
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, places[name])
         assert spec_from_config("some/model") == spec_from_config(LLAMA_8B)
     for missing in ("some/other", "model", "../model", str(tmp_path / "model")):
         with pytest.raises(FileNotFoundError):
@@ -263,6 +266,8 @@ MODEL = r"^\[config\] mlx-lm \S+ cannot size model_type"
         (LLAMA_8B | {"layer_types": [SLIDING] * 32}, "sliding_window is missing"),
         (LLAMA_8B | {"model_type": 7}, r"^\[config\] model_type is missing or no string \(7\)"),
         (gemma3() | {"text_config": 5}, "text_config must be an object, got 5"),
+        (config_of("dbrx") | {"attn_config": "x"}, "attn_config must be an object, got 'x'"),
+        (config_of("dbrx") | {"attn_config": {}}, "kv_n_heads is missing"),
         (LLAMA_8B | {"model_type": "llama9"}, f"{MODEL} 'llama9': ValueError: .*not supported"),
         (LLAMA_8B | {"model_type": "x" * 10_000}, rf"{MODEL} .{{0,320}}$"),
         (sizes("glm", 2, 4, 4, 64) | {"model_type": "helium"}, f"{MODEL} 'helium': TypeError: .*'intermediate_size'"),

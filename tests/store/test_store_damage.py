@@ -269,6 +269,14 @@ def test_something_in_the_place_of_another_file_never_hangs(tmp_path, what, name
     assert there == [0, 1, 2]
 
 
+def test_lock_whose_file_was_deleted_is_held_by_one_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.0)
+    with closing(Folder(str(tmp_path / "store"), "one")) as one:
+        (tmp_path / "store" / "lock").unlink()
+        with closing(Folder(str(tmp_path / "store"), "other")) as other, other.lock(), pytest.raises(TimeoutError):
+            one.lock().__enter__()
+
+
 def test_link_that_was_swapped_in_while_the_store_is_open_is_a_miss(tmp_path):
     segment = filled(tmp_path / "store")
     store = opened(tmp_path / "store", refresh_seconds=3600.0)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_vllm_engine import HERE, run
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpool.adapters.vllm.connector import Followed, KVPoolConnector, layout_of, open_store
@@ -193,13 +194,30 @@ def test_another_file_of_weights_at_the_same_place_is_another_model(tmp_path):
     assert len(found) == 4
 
 
-def test_machine_whose_kernels_pack_blocks_in_another_way_has_another_layout(monkeypatch):
+def described():
+    """The configuration of an engine and of its cache, as far as the connector reads them."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1), device_config=SimpleNamespace(device_type="cpu"),
         attention_config=SimpleNamespace(backend=None),
     )  # fmt: skip
+    return config, cache
+
+
+def test_store_that_two_engines_share_is_open_until_both_have_ended(tmp_path):
+    config, cache = described()
+    options = {"path": str(tmp_path / "store"), "max_nbytes": 1 << 28, "weights": "none"}
+    config.kv_transfer_config = SimpleNamespace(kv_role="kv_both", kv_connector_extra_config=options)
+    first, second = (KVPoolConnector(config, KVConnectorRole.SCHEDULER, cache) for _ in range(2))
+    names, row = second.layout.blocks(range(32))[0], np.ones((1, second.layout.groups[0].nbytes), np.uint8)
+    for one, kept in ((first, 1), (first, 1), (second, 0)):
+        one.shutdown()
+        assert second.store.store(names, row) == kept
+
+
+def test_machine_whose_kernels_pack_blocks_in_another_way_has_another_layout(monkeypatch):
+    config, cache = described()
     found = set()
     for is_amx in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda is_amx=is_amx: is_amx)

@@ -392,10 +392,12 @@ class Engine:
         began = time.monotonic()
         if self.kv.stored is not None:
             self._poll(self.kv.stored)
-        flight, self._flight = self._flight, None
         try:
-            flight = flight or self._begun()
+            flight, self._flight = self._flight or self._begun(), None
             found = None if flight is None else self._finished(flight)
+        except BaseException:
+            self._take_back()
+            raise
         finally:
             if self._forward.states_are_held:
                 self._forward.keep_states(self.scheduler.handles)
@@ -409,7 +411,7 @@ class Engine:
             finally:
                 self._is_delivering = False
             if self._flight is not None and not self._jobs:  # nobody waits for its tokens
-                self._fail(self._flight.step)
+                self._take_back()
         elif self._jobs:  # all are held
             self._deliver((), self.scheduler.expire())
         if self._on_events is not None:
@@ -434,7 +436,7 @@ class Engine:
         sizes = self.kv.sizes("resize", num_blocks)
         self.scheduler.require_fit("resize", sizes)
         if self._flight is not None:
-            self._fail(self._flight.step)
+            self._take_back()
         try:
             self.kv.resize(num_blocks)
         finally:
@@ -607,26 +609,16 @@ class Engine:
             step = self._scheduled_beside(stored)
         else:
             step = self.scheduler.schedule()
-        if step is None:
-            return None
-        try:
-            return self._run(step, before)
-        except BaseException:
-            self.scheduler.fail(step)
-            raise
+        return None if step is None else self._run(step, before)
 
     def _finished(self, flight: _Flight) -> tuple[Iterable[Row], list[Output]]:
         """Give the tokens of a step to the scheduler, all or nothing. Return the arguments of `_deliver`."""
         step = flight.step
-        try:
-            if self._runs_ahead and not any(map(_looks_back, step.requests)):
-                self._flight = self._begun(flight)
-            tokens, logprobs = np.array(flight.tokens), np.array(flight.logprobs)
-            beams = None if flight.beams is None else (np.array(flight.beams[0]), np.array(flight.beams[1]))
-            tops = [()] * len(step.requests) if flight.tops is None else _likeliest(step.requests, *flight.tops)
-        except BaseException:
-            self._fail(step)
-            raise
+        if self._runs_ahead and not any(map(_looks_back, step.requests)):
+            self._flight = self._begun(flight)
+        tokens, logprobs = np.array(flight.tokens), np.array(flight.logprobs)
+        beams = None if flight.beams is None else (np.array(flight.beams[0]), np.array(flight.beams[1]))
+        tops = [()] * len(step.requests) if flight.tops is None else _likeliest(step.requests, *flight.tops)
         not_finite = ~np.isfinite(logprobs)
         if beams is not None:  # of a beam that ends anyway the scheduler takes any number
             beams[1][not_finite[step.beam_width > 0]] = 0
@@ -647,10 +639,11 @@ class Engine:
                 samples = range(request.n) if request.beam_width else (index,)
                 job.ends = dict.fromkeys(samples, position) | job.ends
 
-    def _fail(self, step: Step) -> None:
-        """Take a step back, with the one that began after it."""
+    def _take_back(self) -> None:
+        """Take back every step that is out, also one that a signal has kept from its caller."""
         self._flight = None
-        self.scheduler.fail(step)
+        for first in self.scheduler.out[:1]:
+            self.scheduler.fail(first)
 
     def _run(self, step: Step, before: _Flight | None) -> _Flight:
         """Put a step into MLX's graph, which evaluates it."""
@@ -740,7 +733,7 @@ class Engine:
             job.outputs[output.index] = output
         self._forward.keep_states(self.scheduler.handles)
         if self._flight is not None and not self._jobs and not self._is_delivering:
-            self._fail(self._flight.step)
+            self._take_back()
 
     def _is_in(self, job: _Job) -> bool:
         """Whether a request has not ended."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ from kvpool.store import BlockLayout, Blocks, BlockStore, DiskStore, Layout, lea
 
 PIECE = 64  # blocks that a load reads at a time
 NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-stores: dict[str, BlockStore] = {}  # of this process: scheduler and worker may share one
+stores: dict[str, BlockStore] = {}  # of this process: scheduler and worker may share one, and engines too
+users: WeakSet[KVPoolConnector] = WeakSet()  # connectors that were not shut down
 
 
 class Step(base.KVConnectorMetadata):
@@ -105,6 +107,7 @@ class KVPoolConnector(base.KVConnectorBase_V1):
         told.kv_load_failure_policy = "recompute"
         self.layout = layout_of(vllm_config, kv_cache_config, options.get("weights"))
         self.store = open_store(self.layout, options)
+        users.add(self)
         self.size = self.layout.block_size
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvpool-{role.name.lower()}")
         self.followed: dict[str, Followed] = {}
@@ -241,6 +244,8 @@ class KVPoolConnector(base.KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)  # a load may hang
-        for path in [path for path, store in stores.items() if store is self.store]:
-            del stores[path]  # an engine that this process makes later gets a store that is open
-        self.store.close()
+        users.discard(self)
+        if all(each.store is not self.store for each in users):
+            for path in [path for path, store in stores.items() if store is self.store]:
+                del stores[path]  # an engine that this process makes later gets a store that is open
+            self.store.close()
