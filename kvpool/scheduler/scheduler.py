@@ -543,12 +543,21 @@ class Scheduler:
             core.pool.step(plan, arrays[1], 1 if len(tokens) == decodes else arrays[2], pad_to=pad_to)
             core.was_chunk = batch is None
             return step
-        except BaseException as error:  # of the pool, which changes nothing then, or a signal behind its step
-            if plan.is_pending or (core.pool.options.in_order and not isinstance(error, Exception)):
+        except BaseException:  # of the pool, which changes nothing then; or a signal, perhaps behind its step
+            if step in self._out and self._has_run(step):
                 self.fail(step)
             elif step in self._out:
                 self._out, self._turn = self._out[:-1], (self._turn - 1) % len(self._plans)
             raise
+
+    def _has_run(self, step: Step) -> bool:
+        """Whether the pool has made the step that is the last one out."""
+        pool, handle = self._core.pool, int(step.handles[0])
+        if not pool.options.in_order:
+            return step.plan.is_pending
+        due = int(self._core.rows.computed[step.lanes[0]])
+        due += sum(int(one.num_new[one.handles == handle].sum()) for one in self._out[:-1])
+        return pool.is_open(handle) and pool.num_tokens(handle) > due
 
     def _mixed(
         self, batch: DecodeBatch | None, new: NDArray[int64] | None, chunks: list[tuple[int, int]]
