@@ -168,9 +168,6 @@ cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint optio
     cdef int status
     if has_tree(pool) and op not in (OP_INCREF, OP_DECREF, OP_FREE):
         return refused(v, INDEXED, -1, 0, 0, 0, 0)
-    if op == OP_RELEASE and option and b.newest_pending:
-        status = judge_range(b, given, 0, v)
-        return status if status != OK else refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
     status = judge_blocks(b, given, op, has_tree(pool) if op == OP_INCREF else option, ids, &n, v)
     if status != OK:
         return status
@@ -179,7 +176,7 @@ cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint optio
             blocks_take_empty(b, ids, n)
         blocks_revive_many(b, ids, n)
     elif op == OP_RELEASE:
-        blocks_release(b, ids, n, option)
+        blocks_release(b, ids, n)
     elif op == OP_MARK_CACHED:
         blocks_commit(b, ids, n)
     elif op == OP_UNCACHE:
@@ -535,23 +532,15 @@ cdef class BlockAPI:
         """
         self.run(ids, "touch", OP_TOUCH, "blank", blank)
 
-    def release(self, ids, *, oldest=False):
+    def release(self, ids):
         """Give back one reference of each block; of those that end, the first named is taken first.
-
-        Parameters
-        ----------
-        ids : int or ints
-        oldest : bool, default False
-            Cached blocks go to the old end of the LRU list: they are evicted before all others.
 
         Raises
         ------
         DoubleFree, IndexError
             A block has no raw reference, or stands twice; there is no such block. State unchanged.
-        PlanStateError
-            `oldest` while a step is pending: what is released now waits for it. State unchanged.
         """
-        self.run(ids, "release", OP_RELEASE, "oldest", oldest)
+        self.run(ids, "release", OP_RELEASE)
 
     def mark_cached(self, ids):
         """The content of these blocks is final: once released they are taken last, and `touch` brings them back.

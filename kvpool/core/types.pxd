@@ -119,7 +119,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_TICK
     OP_LIMIT_KEPT
     OP_PIN_TTL
-    OPTION = 1 << 8             # beside OP_RELEASE: `oldest`, OP_TOUCH: `blank`, OP_UNCACHE: `keep_place`
+    OPTION = 1 << 8             # beside OP_TOUCH: `blank`, OP_UNCACHE: `keep_place`
 
 
 cdef inline int refused(Verdict* v, int reason, Py_ssize_t row, int64_t value, int64_t low, int64_t high,

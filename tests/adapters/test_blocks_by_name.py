@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvpool import Group, Pool
-from kvpool.errors import DoubleFree, OutOfBlocks, PlanStateError, PoolClosed
+from kvpool.errors import DoubleFree, OutOfBlocks, PoolClosed
 
 
 def order(pool):
@@ -31,15 +31,6 @@ def test_decode_rows_get_the_blocks_that_take_would_give(make_pool, make_plan):
     pool.step(plan, rows, 1)  # one token each: a steady batch
     assert due == [5, 3, 1, 6] and pool.stats().evictions == 3
     assert [pool.table(row).tolist() for row in rows] == [[block] for block in due]
-
-
-def test_release_oldest_sends_cached_blocks_to_the_old_end(make_pool):
-    pool = make_pool(8)
-    pool.blocks.take(6)
-    pool.blocks.mark_cached([1, 2, 3, 4, 5])
-    pool.blocks.release([5, 4])
-    pool.blocks.release([2, 6, 1], oldest=True)
-    assert order(pool) == [6, 7, 2, 1, 5, 4]
 
 
 def test_mark_of_an_evicted_block_is_refused_until_its_eviction_was_drained(make_pool, refused):
@@ -169,7 +160,7 @@ REFUSED = [
     ("take", 2, {}, OutOfBlocks),
     *(
         (call, [1], {option: value}, TypeError)
-        for call, option in (("touch", "blank"), ("uncache", "keep_place"), ("release", "oldest"))
+        for call, option in (("touch", "blank"), ("uncache", "keep_place"))
         for value in (1, None, "yes")
     ),
 ]
@@ -226,8 +217,6 @@ def test_pending_step_keeps_released_blocks_in_limbo_in_the_order_named(make_poo
     pool.blocks.take(5)
     pool.blocks.mark_cached([1, 4, 5])
     pool.step(plan, [handle], 1)
-    with refused(pool, PlanStateError, "release"):
-        pool.blocks.release([1, 2], oldest=True)
     pool.blocks.release([4, 2, 1, 3, 5])
     assert order(pool) == [7]
     pool.blocks.uncache([5])
