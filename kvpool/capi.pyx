@@ -331,7 +331,7 @@ cdef int truncate(kvpool_pool* pool, const int64_t* handles, const int64_t* lens
 
 
 cdef int do_close(State* pool, Given* given, Verdict* v) noexcept nogil:
-    return pool_close(pool, &given.argument[0].ints, NULL, v)
+    return pool_close(pool, &given.argument[0].ints, v)
 
 
 cdef int close(kvpool_pool* pool, const int64_t* handles, int64_t n) noexcept:
