@@ -611,43 +611,6 @@ cdef class BlockAPI:
         """References on each block, by its id, 0 for reserved ones: ``references[block]``. It shows the present."""
         return References(self)
 
-    cdef object each(self, object ids, str call, bint content):
-        """Of each block its references, or with `content` whether it is cached; int32 ``(ids,)``."""
-        cdef Ints given
-        cdef Verdict v
-        cdef const Blocks* b
-        cdef const Block* block
-        cdef int32_t* found
-        cdef Py_ssize_t k
-        cdef int status
-        ints_init(&given, &self.state.spare)
-        try:
-            ints_batch(&given, ids, call, "ids", True, IndexError)
-            result = new_int32(given.size)
-            found = <int32_t*>array_data(result)
-            pool_enter(self.state, call)
-            b = self.at()
-            status = judge_range(b, &given, 0, &v)
-            if content and has_tree(self.state):
-                status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
-            for k in range(given.size if status == OK else 0):
-                block = &b.block[ints_at(&given, k)]
-                found[k] = block.committed if content else block.refcount
-            pool_end(self.state, status, &v, call)
-        finally:
-            ints_free(&given)
-        return result
-
-    def refcounts(self, ids):
-        """References of each block, in the order named, also if named twice; int32 ``(ids,)``. Reserved ones have 0.
-
-        Raises
-        ------
-        IndexError
-            There is no such block.
-        """
-        return self.each(ids, "refcounts", False)
-
     def is_cached(self, ids):
         """Whether `mark_cached` named each block, and its content was not evicted since; bool ``(ids,)``.
 
@@ -656,7 +619,26 @@ cdef class BlockAPI:
         IndexError
             There is no such block.
         """
-        return self.each(ids, "is_cached", True).astype(bool)
+        cdef Ints given
+        cdef Verdict v
+        cdef int32_t* found
+        cdef Py_ssize_t k
+        cdef int status
+        ints_init(&given, &self.state.spare)
+        try:
+            ints_batch(&given, ids, "is_cached", "ids", True, IndexError)
+            result = new_int32(given.size)
+            found = <int32_t*>array_data(result)
+            pool_enter(self.state, "is_cached")
+            status = judge_range(self.at(), &given, 0, &v)
+            if has_tree(self.state):
+                status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
+            for k in range(given.size if status == OK else 0):
+                found[k] = self.at().block[ints_at(&given, k)].committed
+            pool_end(self.state, status, &v, "is_cached")
+        finally:
+            ints_free(&given)
+        return result.astype(bool)
 
     def refcount_histogram(self):
         """How many unreserved blocks have 0, 1, 2, ... references; int64 ``(max refcount + 1,)``. O(num_blocks)."""

@@ -147,11 +147,7 @@ def no_block(call):
 
 #: Of six blocks 1 is cached and in use, 2 and 3 are in use, 4 is blank, 5 is of a sequence, 6 is cached and free.
 REFUSED = [
-    *(
-        row
-        for call in ("touch", "mark_cached", "uncache", "release", "refcounts", "is_cached")
-        for row in no_block(call)
-    ),
+    *(row for call in ("touch", "mark_cached", "uncache", "release", "is_cached") for row in no_block(call)),
     *((call, [1, 2, 1], {}, ValueError) for call in ("touch", "mark_cached", "uncache")),  # stands twice
     *((call, [2, 4], {}, DoubleFree) for call in ("release", "mark_cached")),
     *(("release", [1, 2, 1], {}, DoubleFree), ("release", 5, {}, DoubleFree), ("mark_cached", 1, {}, ValueError)),
@@ -189,7 +185,7 @@ def test_refusal_names_the_row_of_the_caller_among_reserved_ids(make_pool, refus
     assert "ids[4]" in str(caught.value)
     for call in (pool.blocks.touch, pool.blocks.mark_cached, pool.blocks.uncache, pool.blocks.release):
         call([0, 2, 1])
-    assert pool.blocks.refcounts([0, 1, 2]).tolist() == [0, 1, 1]
+    assert [pool.blocks.references[block] for block in range(3)] == [0, 1, 1]
 
 
 def test_references_are_those_of_now_and_refuse_what_is_no_block(make_pool, refused):
@@ -231,7 +227,7 @@ def test_pool_that_was_shut_down_refuses_every_call():
     pool.shutdown()
     calls = [lambda: blocks.take(1), lambda: blocks.free_order(), lambda: blocks.usage]
     calls += [lambda c=call: c([1]) for call in (blocks.touch, blocks.release, blocks.mark_cached, blocks.uncache)]
-    calls += [lambda: blocks.refcounts([1]), lambda: blocks.num_free, lambda: blocks.num_blank]
+    calls += [lambda: blocks.num_free, lambda: blocks.num_blank]
     calls += [lambda: blocks.is_cached([1]), lambda: blocks.references[1]]
     for call in calls:
         with pytest.raises(PoolClosed):
