@@ -44,7 +44,6 @@ cdef tuple STATUSES = (         # the first that fits: a subclass stands before 
     (ValueError, KVPOOL_VALUE_ERROR),
     (TypeError, KVPOOL_TYPE_ERROR),
     (MemoryError, KVPOOL_NO_MEMORY),
-    (BufferError, KVPOOL_VALUE_ERROR),
 )
 cdef str KEPT = "kvpool.capi"   # in the dictionary of a thread: (exception, or None once it was raised; message)
 cdef tuple NOTHING_KEPT = (None, b"no failure is kept in this thread")

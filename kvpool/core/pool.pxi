@@ -624,8 +624,6 @@ cdef class Pool:
             The plan is pending. State unchanged.
         ValueError, TypeError
             Duplicate handles, negative counts, shapes that differ, a foreign plan. State unchanged.
-        BufferError
-            A bound array was resized or moved. State unchanged.
 
         Notes
         -----

@@ -55,7 +55,6 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     NOT_REWRITABLE
     BAD_INDEX
     INDEX_ORDER
-    ARRAY_MOVED
     NOT_KEPT                    # a block that is blank, or in limbo without content
     NAMED_TWICE                 # a block, in a release
     HAS_CONTENT                 # a block that is committed already

@@ -45,7 +45,7 @@ enum kvpool_status {
     KVPOOL_PLAN_STATE = 6,
     KVPOOL_CONCURRENT_USE = 7, /* this thread is inside another call: a signal handler */
     KVPOOL_CLOSED = 8,      /* the pool was shut down */
-    KVPOOL_VALUE_ERROR = 9, /* also: a NULL pointer, a negative count, a bound array that moved (BufferError) */
+    KVPOOL_VALUE_ERROR = 9, /* also: a NULL pointer, a negative count */
     KVPOOL_TYPE_ERROR = 10,
     KVPOOL_NO_MEMORY = 11,
     KVPOOL_NO_GIL = 12,

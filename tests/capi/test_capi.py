@@ -383,18 +383,6 @@ def test_array_of_a_format_that_the_plan_lacks_is_refused():
     assert call("array", None, C["KVPOOL_SEQ_LENS"], Array()) == C["KVPOOL_VALUE_ERROR"]
 
 
-def test_bound_array_that_was_resized_is_refused():
-    pool, lens = Pool(8, 4), np.zeros(2, np.int32)
-    plan, handle = Plan(pool, 2, formats=["seq_lens"], out={"seq_lens": lens}), ints(pool.open())
-    before = pool.fingerprint()
-    lens.resize(4096, refcheck=False)
-    for arguments in (["step", pool, plan, handle, None, 1, 0], ["reserve", pool, plan, handle, ints(1), 1]):
-        assert call(*arguments) == C["KVPOOL_VALUE_ERROR"] and "seq_lens was resized or moved" in message()
-        with pytest.raises(BufferError, match="seq_lens"):
-            function("raise_error")()
-    assert pool.fingerprint() == before
-
-
 def test_stats_of_a_newer_caller_are_filled_with_zeros():
     pool, _ = new()
     memory = ctypes.create_string_buffer(b"\xff" * 96, 96)
