@@ -1,4 +1,25 @@
-"""Blocks by id: what engines with block tables of their own call, and whoever holds blocks beside sequences."""
+"""Blocks by id: what engines with block tables of their own call, and whoever holds blocks beside sequences.
+
+A *raw* reference is one of a caller's. A block is *cached* if it is committed, by `mark_cached` where the pool has no
+prefix cache; it is *noted* when its content was evicted and `drain_evicted` has not told yet.
+
+    raw <= refcount; what gives back a reference takes a raw one
+    noted  <=>  the id is in `dropped`  =>  not committed
+    mark == stamp  <=>  the running call has named the block
+
+Why it is so:
+
+- `judge_blocks` judges a whole batch before a block changes, so a refusal undoes nothing. Most blocks are fit for the
+  call by two comparisons; only of others it is asked why they may be. A strange id is refused before anything else: it
+  is wrong in whatever state the pool is.
+- No Python object is made under the lock, and none may be missing once blocks have moved. So a call that returns some
+  reads under the lock what it will do, makes the objects behind it, and acts under the lock if that is still so;
+  else it begins again.
+- In a pool with a prefix cache the tree orders what leaves, in units of several blocks. So there calls say nothing of
+  content, `alloc` takes blank blocks alone, and `incref` needs a raw reference: else one would keep a part of a unit.
+- Of one `release` the first named is taken first, cached or not. Blank blocks are a stack, so they go back last named
+  first; the LRU list is a queue.
+"""
 
 cdef extern from *:
     """

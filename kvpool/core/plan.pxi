@@ -1,4 +1,24 @@
-"""`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
+"""`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step.
+
+The *parts* of a plan are a `PlanGroup` for each layer group, and one before them with what all groups share. A *whole*
+array has room for any step of the plan. Attributes show a *view* of it: what the last step filled.
+
+    Field.data, and whatever else C writes to == the data of the array in PlanGroup.arrays that has its name
+    rows <= shown_rows <= max_rows, tokens <= shown_tokens <= max_tokens
+    Pool.plans names the plan while its step is pending
+
+Why it is so:
+
+- C keeps addresses, so memory must stay where it is. NumPy moves that of an array on request, whoever holds a buffer.
+  So an array of the plan owns nothing, its bytes are a `_Memory` that the plan keeps beside it; and of a caller's, all
+  arrays that may own the bytes are anchored, see `_arguments.anchored`.
+- No Python code runs under the lock of the pool: to judge an array, or to let go of one, may run some. So `attach`
+  judges what is there without the lock, and remembers how often arrays were exchanged until then. Under the lock
+  `exchange_arrays` moves addresses alone, if that number is still the same; else all is judged again. What C wrote to
+  before lives until `show_arrays`, behind the lock, which puts the new arrays in its place.
+- The dicts of a part are exchanged or read as wholes in a critical section, as other threads read attributes.
+- Only a row whose table the arrays show is not dirty. So a bind forgets what rows hold, and `bind()` does no more.
+"""
 
 LENGTH_FIELDS = ("seq_lens", "positions")
 ROW_FORMATS = ("block_tables", "csr", "page_batch_info")
