@@ -4,6 +4,8 @@ The constructors pass their arguments to `Pool` and `Plan`. So the error of a wr
 ``__cinit__()``.
 """
 
+from weakref import ref
+
 import numpy as np
 
 FIELDS = (
@@ -146,21 +148,31 @@ def by_group(arrays, owners, num_groups, call):
     return found
 
 
-def check_shape(name, shape, due, call):
-    if shape != due:
-        raise ValueError(f"[{call}] {name} has shape {shape}, it must be {due}")
+def anchored(array, name, call):
+    """A view of a caller's array, whose shape nobody else changes, and references that keep the memory in place.
+
+    NumPy resizes an array on request, whoever else holds its memory, but none that has a weak reference.
+    """
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"[{call}] {name} must be an ndarray, not {type(array).__name__}")
+    owner = array = np.ndarray.view(array, np.ndarray)
+    anchors = []
+    while isinstance(owner, (np.ndarray, memoryview)):
+        if isinstance(owner, np.ndarray):
+            anchors.append(ref(owner))
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    return array, anchors
 
 
 def check_array(array, key, width, due, held, call):
     """All that can be wrong with a caller's array; `held` has the arrays it must not overlap."""
     name = key[1]
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"[{call}] {name} must be an ndarray, not {type(array).__name__}")
     if array.dtype.kind != "i" or array.dtype.itemsize != width:
         raise TypeError(f"[{call}] {name} must be int{8 * width} ({array.dtype})")
     if not array.dtype.isnative:
         raise ValueError(f"[{call}] {name} must be in native byte order ({array.dtype})")
-    check_shape(name, array.shape, due, call)
+    if array.shape != due:
+        raise ValueError(f"[{call}] {name} has shape {array.shape}, it must be {due}")
     if not array.flags.c_contiguous or not array.flags.writeable or not array.flags.aligned:
         raise ValueError(f"[{call}] {name} must be C-contiguous, aligned and writable")
     for other, (taken, _) in held.items():

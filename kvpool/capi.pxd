@@ -52,12 +52,12 @@ cdef const char* error_message() noexcept
 cdef void* raise_error() noexcept
 cdef int open(kvpool_pool* pool, int64_t tokens, int64_t* handle) noexcept
 cdef int open_prompt(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
-                     int64_t* handle, int64_t* cached) noexcept
+                     const kvpool_keep* keep, int64_t* handle, int64_t* cached) noexcept
 cdef int fork(kvpool_pool* pool, int64_t handle, int64_t n, int64_t* children) noexcept
 cdef int truncate(kvpool_pool* pool, const int64_t* handles, const int64_t* lens, int64_t n) noexcept
 cdef int close(kvpool_pool* pool, const int64_t* handles, int64_t n) noexcept
 cdef int commit(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,
-                int64_t num_tokens) noexcept
+                int64_t num_tokens, const kvpool_keep* keep) noexcept
 cdef int step(kvpool_pool* pool, kvpool_plan* plan, const int64_t* handles, const int64_t* num_new, int64_t n,
               int32_t flags) noexcept
 cdef int step_padded(kvpool_pool* pool, kvpool_plan* plan, const int64_t* handles, const int64_t* num_new, int64_t n,
@@ -74,10 +74,6 @@ cdef int stats(kvpool_pool* pool, kvpool_stats* stats, int64_t size) noexcept
 cdef int digest(kvpool_pool* pool, uint64_t* digest) noexcept
 cdef int group_array(kvpool_plan* plan, int32_t group, int32_t name, kvpool_array* array) noexcept
 cdef int group_table(kvpool_pool* pool, int64_t handle, int32_t group, const int32_t** blocks, int64_t* n) noexcept
-cdef int open_kept(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
-                   const kvpool_keep* keep, int64_t* handle, int64_t* cached) noexcept
-cdef int commit_kept(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n,
-                     const int32_t* tokens, int64_t num_tokens, const kvpool_keep* keep) noexcept
 cdef int tick(kvpool_pool* pool, int64_t now) noexcept
 cdef int limit_kept(kvpool_pool* pool, const char* name_space, int64_t name_bytes, int64_t blocks) noexcept
 cdef int resize(kvpool_pool* pool, int64_t num_blocks, int32_t arena, int32_t* moves, int64_t room,

@@ -44,7 +44,6 @@ cdef tuple STATUSES = (         # the first that fits: a subclass stands before 
     (ValueError, KVPOOL_VALUE_ERROR),
     (TypeError, KVPOOL_TYPE_ERROR),
     (MemoryError, KVPOOL_NO_MEMORY),
-    (BufferError, KVPOOL_VALUE_ERROR),
 )
 cdef str KEPT = "kvpool.capi"   # in the dictionary of a thread: (exception, or None once it was raised; message)
 cdef tuple NOTHING_KEPT = (None, b"no failure is kept in this thread")
@@ -297,13 +296,8 @@ cdef int open(kvpool_pool* pool, int64_t tokens, int64_t* handle) noexcept:
 
 
 cdef int open_prompt(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
-                     int64_t* handle, int64_t* cached) noexcept:
-    return open_any(pool, TOKENS, prompt, n, name_space, name_bytes, NULL, handle, cached, "open_prompt")
-
-
-cdef int open_kept(kvpool_pool* pool, const int32_t* prompt, int64_t n, const char* name_space, int64_t name_bytes,
-                   const kvpool_keep* keep, int64_t* handle, int64_t* cached) noexcept:
-    return open_any(pool, TOKENS, prompt, n, name_space, name_bytes, keep, handle, cached, "open_kept")
+                     const kvpool_keep* keep, int64_t* handle, int64_t* cached) noexcept:
+    return open_any(pool, TOKENS, prompt, n, name_space, name_bytes, keep, handle, cached, "open_prompt")
 
 
 cdef int do_fork(State* pool, Given* given, Verdict* v) noexcept nogil:
@@ -331,7 +325,7 @@ cdef int truncate(kvpool_pool* pool, const int64_t* handles, const int64_t* lens
 
 
 cdef int do_close(State* pool, Given* given, Verdict* v) noexcept nogil:
-    return pool_close(pool, &given.argument[0].ints, NULL, v)
+    return pool_close(pool, &given.argument[0].ints, v)
 
 
 cdef int close(kvpool_pool* pool, const int64_t* handles, int64_t n) noexcept:
@@ -343,29 +337,18 @@ cdef int close(kvpool_pool* pool, const int64_t* handles, int64_t n) noexcept:
 
 cdef int do_commit(State* pool, Given* given, Verdict* v) noexcept nogil:
     cdef Argument* a = given.argument
-    return pool_commit(pool, &a[0].ints, &a[1].ints, &a[2].ints, a[1].kind == ONE_EACH,
-                       &a[3].directive, v)
+    return pool_commit(pool, &a[0].ints, &a[1].ints, &a[2].ints, a[1].kind == ONE_EACH, &a[3].directive, v)
 
 
-cdef int commit_tokens(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n,
-                       const int32_t* tokens, int64_t num_tokens, const kvpool_keep* keep, str call) noexcept:
+cdef int commit(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,
+                int64_t num_tokens, const kvpool_keep* keep) noexcept:
     cdef Given given
     begin(&given, 0)
     give(&given, HANDLES, "handles", handles, n)
     give(&given, HANDLES if counts != NULL else ONE_EACH, "counts", counts, n)
     give(&given, TOKENS, "tokens", tokens, num_tokens)
     give(&given, KEEP, "keep", keep, 1)
-    return perform(pool, call, &given, do_commit)
-
-
-cdef int commit(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n, const int32_t* tokens,
-                int64_t num_tokens) noexcept:
-    return commit_tokens(pool, handles, counts, n, tokens, num_tokens, NULL, "commit")
-
-
-cdef int commit_kept(kvpool_pool* pool, const int64_t* handles, const int64_t* counts, int64_t n,
-                     const int32_t* tokens, int64_t num_tokens, const kvpool_keep* keep) noexcept:
-    return commit_tokens(pool, handles, counts, n, tokens, num_tokens, keep, "commit_kept")
+    return perform(pool, "commit", &given, do_commit)
 
 
 # -- retention, and the size
@@ -661,7 +644,7 @@ cdef extern from *:
 cdef kvpool_api functions = table_of(           # in the order of kvpool.h, with which the C compiler compares them
     pool_from, plan_from, error_message, raise_error, open, open_prompt, fork, truncate, close, commit, step,
     step_padded, reserve, done, rollback, array, table, num_tokens, num_free, stats, digest, group_array, group_table,
-    open_kept, commit_kept, tick, limit_kept, resize,
+    tick, limit_kept, resize,
 )
 
 _C_API = PyCapsule_New(&functions, KVPOOL_CAPSULE, NULL)

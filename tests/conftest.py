@@ -40,7 +40,6 @@ ONE_HANDLE_CALLS = {
     "close": lambda pool, plan, h: pool.close(h),
     "truncate": lambda pool, plan, h: pool.truncate(h, 0),
     "can": lambda pool, plan, h: pool.can([h], 1),
-    "close_finished": lambda pool, plan, h: pool.close_finished([h], np.array([True])),
     "step": lambda pool, plan, h: pool.step(plan, [h], 1),
     "reserve": lambda pool, plan, h: pool.reserve(plan, [h], 1),
 }

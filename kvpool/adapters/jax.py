@@ -152,7 +152,9 @@ class PageTable:
 
     def free_finished(self, seqs: Sequence[int], finished: Any) -> int:
         """Give back the pages of the sequences whose bool ``[n]`` entry is true; returns how many there were."""
-        return int(self.pool.close_finished(seqs, np.asarray(finished, np.bool_)))
+        ended = [seq for seq, ends in zip(seqs, np.asarray(finished, np.bool_).tolist(), strict=True) if ends]
+        self.pool.close(ended)
+        return len(ended)
 
     def reset(self) -> None:
         """Forget every sequence. Logical: no KV is zeroed, stale pages are beyond every ``seq_lens``."""

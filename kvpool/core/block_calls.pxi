@@ -1,4 +1,25 @@
-"""Blocks by id: what engines with block tables of their own call, and whoever holds blocks beside sequences."""
+"""Blocks by id: what engines with block tables of their own call, and whoever holds blocks beside sequences.
+
+A *raw* reference is one of a caller's. A block is *cached* if it is committed, by `mark_cached` where the pool has no
+prefix cache; it is *noted* when its content was evicted and `drain_evicted` has not told yet.
+
+    raw <= refcount; what gives back a reference takes a raw one
+    noted  <=>  the id is in `dropped`  =>  not committed
+    mark == stamp  <=>  the running call has named the block
+
+Why it is so:
+
+- `judge_blocks` judges a whole batch before a block changes, so a refusal undoes nothing. Most blocks are fit for the
+  call by two comparisons; only of others it is asked why they may be. A strange id is refused before anything else: it
+  is wrong in whatever state the pool is.
+- No Python object is made under the lock, and none may be missing once blocks have moved. So a call that returns some
+  reads under the lock what it will do, makes the objects behind it, and acts under the lock if that is still so;
+  else it begins again.
+- In a pool with a prefix cache the tree orders what leaves, in units of several blocks. So there calls say nothing of
+  content, `alloc` takes blank blocks alone, and `incref` needs a raw reference: else one would keep a part of a unit.
+- Of one `release` the first named is taken first, cached or not. Blank blocks are a stack, so they go back last named
+  first; the LRU list is a queue.
+"""
 
 cdef extern from *:
     """
@@ -168,9 +189,6 @@ cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint optio
     cdef int status
     if has_tree(pool) and op not in (OP_INCREF, OP_DECREF, OP_FREE):
         return refused(v, INDEXED, -1, 0, 0, 0, 0)
-    if op == OP_RELEASE and option and b.newest_pending:
-        status = judge_range(b, given, 0, v)
-        return status if status != OK else refused(v, STEP_PENDING, -1, b.newest_pending, 0, 0, 0)
     status = judge_blocks(b, given, op, has_tree(pool) if op == OP_INCREF else option, ids, &n, v)
     if status != OK:
         return status
@@ -179,7 +197,7 @@ cdef int call_blocks(State* pool, int32_t arena, Ints* given, int op, bint optio
             blocks_take_empty(b, ids, n)
         blocks_revive_many(b, ids, n)
     elif op == OP_RELEASE:
-        blocks_release(b, ids, n, option)
+        blocks_release(b, ids, n)
     elif op == OP_MARK_CACHED:
         blocks_commit(b, ids, n)
     elif op == OP_UNCACHE:
@@ -535,23 +553,15 @@ cdef class BlockAPI:
         """
         self.run(ids, "touch", OP_TOUCH, "blank", blank)
 
-    def release(self, ids, *, oldest=False):
+    def release(self, ids):
         """Give back one reference of each block; of those that end, the first named is taken first.
-
-        Parameters
-        ----------
-        ids : int or ints
-        oldest : bool, default False
-            Cached blocks go to the old end of the LRU list: they are evicted before all others.
 
         Raises
         ------
         DoubleFree, IndexError
             A block has no raw reference, or stands twice; there is no such block. State unchanged.
-        PlanStateError
-            `oldest` while a step is pending: what is released now waits for it. State unchanged.
         """
-        self.run(ids, "release", OP_RELEASE, "oldest", oldest)
+        self.run(ids, "release", OP_RELEASE)
 
     def mark_cached(self, ids):
         """The content of these blocks is final: once released they are taken last, and `touch` brings them back.
@@ -622,43 +632,6 @@ cdef class BlockAPI:
         """References on each block, by its id, 0 for reserved ones: ``references[block]``. It shows the present."""
         return References(self)
 
-    cdef object each(self, object ids, str call, bint content):
-        """Of each block its references, or with `content` whether it is cached; int32 ``(ids,)``."""
-        cdef Ints given
-        cdef Verdict v
-        cdef const Blocks* b
-        cdef const Block* block
-        cdef int32_t* found
-        cdef Py_ssize_t k
-        cdef int status
-        ints_init(&given, &self.state.spare)
-        try:
-            ints_batch(&given, ids, call, "ids", True, IndexError)
-            result = new_int32(given.size)
-            found = <int32_t*>array_data(result)
-            pool_enter(self.state, call)
-            b = self.at()
-            status = judge_range(b, &given, 0, &v)
-            if content and has_tree(self.state):
-                status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
-            for k in range(given.size if status == OK else 0):
-                block = &b.block[ints_at(&given, k)]
-                found[k] = block.committed if content else block.refcount
-            pool_end(self.state, status, &v, call)
-        finally:
-            ints_free(&given)
-        return result
-
-    def refcounts(self, ids):
-        """References of each block, in the order named, also if named twice; int32 ``(ids,)``. Reserved ones have 0.
-
-        Raises
-        ------
-        IndexError
-            There is no such block.
-        """
-        return self.each(ids, "refcounts", False)
-
     def is_cached(self, ids):
         """Whether `mark_cached` named each block, and its content was not evicted since; bool ``(ids,)``.
 
@@ -667,7 +640,26 @@ cdef class BlockAPI:
         IndexError
             There is no such block.
         """
-        return self.each(ids, "is_cached", True).astype(bool)
+        cdef Ints given
+        cdef Verdict v
+        cdef int32_t* found
+        cdef Py_ssize_t k
+        cdef int status
+        ints_init(&given, &self.state.spare)
+        try:
+            ints_batch(&given, ids, "is_cached", "ids", True, IndexError)
+            result = new_int32(given.size)
+            found = <int32_t*>array_data(result)
+            pool_enter(self.state, "is_cached")
+            status = judge_range(self.at(), &given, 0, &v)
+            if has_tree(self.state):
+                status = refused(&v, INDEXED, -1, 0, 0, 0, 0)
+            for k in range(given.size if status == OK else 0):
+                found[k] = self.at().block[ints_at(&given, k)].committed
+            pool_end(self.state, status, &v, "is_cached")
+        finally:
+            ints_free(&given)
+        return result.astype(bool)
 
     def refcount_histogram(self):
         """How many unreserved blocks have 0, 1, 2, ... references; int64 ``(max refcount + 1,)``. O(num_blocks)."""

@@ -65,17 +65,6 @@ cdef void chain_push(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
     chain.size += 1
 
 
-cdef void chain_push_front(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
-    b.block[i].prev = NO_BLOCK
-    b.block[i].next = chain.head
-    if chain.head == NO_BLOCK:
-        chain.tail = i
-    else:
-        b.block[chain.head].prev = i
-    chain.head = i
-    chain.size += 1
-
-
 cdef void chain_unlink(Blocks* b, Chain* chain, int32_t i) noexcept nogil:
     cdef const Block* block = &b.block[i]
     if block.prev == NO_BLOCK:
@@ -378,21 +367,14 @@ cdef void blocks_take_empty(Blocks* b, const int32_t* ids, int32_t n) noexcept n
     b.num_blank = to
 
 
-cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n, bint oldest) noexcept nogil:
-    """Drop a raw reference of each block. Blocks that lose their last one are reused in the order they are named.
-
-    oldest: committed ones go to the old end of the LRU list; no step may be pending then.
-    """
-    cdef int32_t k, i
-    for k in range(n - 1, -1, -1):              # on a stack, or at the old end, the last one put is the first one taken
-        i = ids[k]
-        if oldest or not b.block[i].committed:
-            b.block[i].raw -= 1
-            unref(b, i)
-            if b.block[i].place == EVICTABLE:
-                chain_unlink(b, &b.lru, i)
-                chain_push_front(b, &b.lru, i)
-    for k in range(0 if oldest else n):
+cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
+    """Drop a raw reference of each block. Blocks that lose their last one are reused in the order they are named."""
+    cdef int32_t k
+    for k in range(n - 1, -1, -1):              # on a stack the last one put is the first one taken
+        if not b.block[ids[k]].committed:
+            b.block[ids[k]].raw -= 1
+            unref(b, ids[k])
+    for k in range(n):
         if b.block[ids[k]].committed:
             b.block[ids[k]].raw -= 1
             unref(b, ids[k])

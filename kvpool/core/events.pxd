@@ -26,5 +26,3 @@ cdef struct Ring:
     int64_t first
     int64_t size
     int64_t lost                # notes that had to make room, or that there was no memory for
-    int64_t taken               # notes that a call is turning into events
-    unsigned process            # in which it does so

@@ -73,24 +73,11 @@ cdef void ring_add(Ring* ring, int kind, const uint8_t* key, const uint8_t* pare
 
 
 cdef Ring ring_take(Ring* ring) noexcept nogil:
-    """All that is in the ring, for `ring_event`; the caller frees it, and says `ring_told`."""
-    cdef Ring taken
-    if ring.taken and ring.process != current_process():        # a thread of the parent has them, they are gone here
-        ring.lost += ring.taken
-        ring.taken = 0
-    taken = ring[0]
+    """All that is in the ring, for `ring_event`; the caller frees it."""
+    cdef Ring taken = ring[0]
     ring.data = NULL
     ring.room = ring.first = ring.size = ring.lost = 0
-    ring.taken += taken.size + taken.lost
-    ring.process = taken.process = current_process()
     return taken
-
-
-cdef void ring_told(Ring* ring, const Ring* taken, int64_t lost) noexcept nogil:
-    """What was taken became events, all but `lost` of it."""
-    if ring.process == taken.process:       # else a forked child has counted it as lost already
-        ring.taken -= taken.size + taken.lost
-        ring.lost += lost
 
 
 cdef object ring_event(const Ring* ring, int64_t k, tuple groups):

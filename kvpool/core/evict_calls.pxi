@@ -37,9 +37,6 @@ cdef int pool_unshare(State* pool, Plan plan, int64_t group, const Ints* rows, c
         return status
     if plan.step.pending:
         return refused(v, PLAN_PENDING, -1, plan.step.id, 0, 0, 0)
-    status = plan.judge_arrays(v)
-    if status != OK:
-        return status
     limits_of(pool, plan, 0, &limits)
     status = step_check_unshare(pool.groups, &plan.step, <int32_t>group, rows, lengths, first, &limits,
                                 pool.next_step, v)

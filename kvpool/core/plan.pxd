@@ -8,17 +8,7 @@ cdef class _Memory:             # of an array, which owns nothing and so cannot 
 
 
 cdef enum:
-    MOST_DIMENSIONS = 8
     COMMON_ARRAYS = -1          # PlanGroup.kind: it has what is common to all layer groups
-
-
-cdef struct Bound:              # an array of the caller's, or one whose memory it shows, as it was when it was bound
-    int part                    # of the plan, see Plan.parts
-    int field
-    void* array                 # `bound_arrays` has it
-    void* data
-    int nd
-    Py_ssize_t[MOST_DIMENSIONS] shape
 
 
 cdef class PlanGroup:           # what a plan has for one layer group; it keeps its memory, the plan keeps it
@@ -27,7 +17,7 @@ cdef class PlanGroup:           # what a plan has for one layer group; it keeps 
     cdef int32_t columns
     cdef int64_t num_slots      # of its arena
     cdef int64_t tokens         # that the arrays hold
-    cdef dict arrays            # name -> (whole array, its memory; None: the caller's)
+    cdef dict arrays            # name -> (whole array, what keeps its memory in place)
     cdef dict views             # (name, whether without columns) -> (length, view)
 
     cdef int init(self, const LayerGroup* group, int64_t rows, int64_t tokens, int64_t table_tokens,
@@ -57,9 +47,6 @@ cdef class Plan:
     cdef int64_t shown_tokens
     cdef int32_t rows
     cdef int64_t tokens
-    cdef Bound* bound           # [num_bound]
-    cdef int num_bound
-    cdef list bound_arrays      # (part, field, array) of these
     cdef int64_t changes        # of the arrays: two threads may bind at a time
     cdef tuple names
     cdef tuple group_plans      # a PlanGroup for each layer group
@@ -70,7 +57,6 @@ cdef class Plan:
     cdef int refuse_pending(self, str call) except -1
     cdef int64_t number_of_step(self, str call) except -1
     cdef int refuse_rows(self, int64_t rows, str call) except -1
-    cdef int judge_arrays(self, Verdict* v) noexcept nogil
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1
     cdef object view(self, str name, int64_t length)
     cdef int make_groups(self) except -1
@@ -78,6 +64,6 @@ cdef class Plan:
     cdef int define(self, str name, int width, int64_t pad) except -1
     cdef list owners(self, str name)
     cdef int attach(self, dict arrays, str call) except -1
-    cdef int show_arrays(self, dict arrays) except -1
-    cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen, Verdict* v) noexcept nogil
+    cdef int show_arrays(self, dict bound) except -1
+    cdef int exchange_arrays(self, void** data, int64_t seen, Verdict* v) noexcept nogil
     cdef int get_pad(self, object pad_to, str call, int64_t num_rows, int64_t* rows, int64_t* tokens) except -1

@@ -1,21 +1,28 @@
-"""`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step."""
+"""`Plan`: what one step hands to a backend, its arrays, and what it takes to undo the step.
+
+The *parts* of a plan are a `PlanGroup` for each layer group, and one before them with what all groups share. A *whole*
+array has room for any step of the plan. Attributes show a *view* of it: what the last step filled.
+
+    Field.data, and whatever else C writes to == the data of the array in PlanGroup.arrays that has its name
+    rows <= shown_rows <= max_rows, tokens <= shown_tokens <= max_tokens
+    Pool.plans names the plan while its step is pending
+
+Why it is so:
+
+- C keeps addresses, so memory must stay where it is. NumPy moves that of an array on request, whoever holds a buffer.
+  So an array of the plan owns nothing, its bytes are a `_Memory` that the plan keeps beside it; and of a caller's, all
+  arrays that may own the bytes are anchored, see `_arguments.anchored`.
+- No Python code runs under the lock of the pool: to judge an array, or to let go of one, may run some. So `attach`
+  judges what is there without the lock, and remembers how often arrays were exchanged until then. Under the lock
+  `exchange_arrays` moves addresses alone, if that number is still the same; else all is judged again. What C wrote to
+  before lives until `show_arrays`, behind the lock, which puts the new arrays in its place.
+- The dicts of a part are exchanged or read as wholes in a critical section, as other threads read attributes.
+- Only a row whose table the arrays show is not dirty. So a bind forgets what rows hold, and `bind()` does no more.
+"""
 
 LENGTH_FIELDS = ("seq_lens", "positions")
 ROW_FORMATS = ("block_tables", "csr", "page_batch_info")
 DTYPES = {4: np.int32, 8: np.int64}
-
-cdef extern from *:
-    """
-    /* Looked at only in arrays in which the members were found to be what the buffer protocol says. */
-    static inline int kv_is_at(PyObject *array, const void *data, int nd, const Py_ssize_t *shape) {
-        const kv_array *now = (const kv_array *)array;
-        int same = now->data == data && now->nd == nd;
-        for (int d = 0; same && d < nd; d++) same = now->dimensions[d] == shape[d];
-        return same;
-    }
-    """
-    bint is_at "kv_is_at"(void* array, const void* data, int nd, const Py_ssize_t* shape) noexcept nogil
-
 
 cdef class _Memory:
     """Memory of an array of a plan, zeros at first. An array over it owns nothing, so it cannot be resized."""
@@ -34,19 +41,6 @@ cdef class _Memory:
         PyBuffer_FillInfo(view, self, self.data, self.size, not self.writable, flags)
 
 
-cdef list owners_of(object array):
-    """An array, and the arrays whose memory it shows."""
-    found = []
-    while True:
-        if isinstance(array, memoryview):
-            array = array.obj
-        elif isinstance(array, np.ndarray):
-            found.append(array)
-            array = array.base
-        else:
-            return found
-
-
 cdef tuple new_array(object shape, object dtype, bint writable):
     """An array of zeros, and the memory it shows: NumPy lets an array turn to other memory, so a plan keeps both."""
     cdef object size = np.dtype(dtype).itemsize
@@ -54,24 +48,6 @@ cdef tuple new_array(object shape, object dtype, bint writable):
         size *= length
     memory = _Memory(size, writable)
     return np.ndarray(shape, dtype, memory), memory
-
-
-cdef int watch(Bound* bound, int part, int field, object array, str call) except -1:
-    cdef Py_buffer view
-    cdef int d
-    PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
-    bound.part = part
-    bound.field = field
-    bound.array = <void*>array
-    bound.data = view.buf
-    bound.nd = min(view.ndim, MOST_DIMENSIONS)
-    for d in range(bound.nd):
-        bound.shape[d] = view.shape[d]
-    PyBuffer_Release(&view)
-    if view.ndim > MOST_DIMENSIONS or not is_at(bound.array, bound.data, bound.nd, bound.shape):
-        raise ValueError(f"[{call}] {FIELDS[field]} is an array of a kind that cannot be watched "
-                         f"({type(array).__name__})")
-    return 0
 
 
 cdef list OF_A_PLAN = []            # only a plan makes its groups
@@ -345,7 +321,6 @@ cdef class Plan:
             self.table_width = <int32_t>to_int(table_width, "Plan", "table_width", 1, INT32_MAX)
         if step_init(&self.step, <int32_t>rows) != OK:
             raise MemoryError(f"[Plan] no memory for {rows} rows")
-        self.bound_arrays = []
         self.common = PlanGroup(OF_A_PLAN)
         self.common.init_common(rows, self.max_tokens_)
         self.field = self.common.data.wire.field
@@ -361,7 +336,6 @@ cdef class Plan:
         made(self)
 
     def __dealloc__(self):
-        xfree(self.bound)
         step_free(&self.step)
 
     def __reduce__(self):
@@ -438,81 +412,50 @@ cdef class Plan:
     @cython.callspec("KV_COLD")
     cdef int attach(self, dict arrays, str call) except -1:
         """Bind the caller's arrays, given by name, all or none; what rows hold is forgotten."""
-        cdef Bound* bound = NULL
         cdef void* data[(MAX_GROUPS + 1) * NUM_FIELDS]
-        cdef int at
         cdef Verdict v
         cdef int64_t seen
-        cdef int num_bound, status = RETRY
+        cdef int status = RETRY
         cdef dict held
-        cdef list kept
-        cdef dict shown
         cdef PlanGroup part
         owners = {name: self.owners(name) for name in arrays}
-        arrays = _arguments.by_group(arrays, owners, len(self.group_plans), call)
-        try:
-            while status == RETRY:
-                with critical_section(self):
-                    seen, kept = self.changes, self.bound_arrays
-                held = {(k, name): array for k in range(len(self.parts))
-                        for name, array in (<PlanGroup>self.parts[k]).arrays_now().copy().items()}
-                held.update({key: (array, None) for key, array in arrays.items()})
-                kept = [entry for entry in kept if (entry[0], FIELDS[entry[1]]) not in arrays]
-                for (k, name), array in arrays.items():
-                    part = <PlanGroup>self.parts[k]
-                    _arguments.check_array(array, (k, name), part.field_of(name).width, part.whole_shape(name), held,
-                                           call)
-                    for owner in owners_of(array):
-                        kept.append((k, FIELDS.index(name), owner))
-                xfree(bound)
-                bound = <Bound*>xcalloc(<size_t>len(kept) + 1, sizeof(Bound))
-                if bound == NULL:
-                    raise MemoryError(f"[{call}] no memory for {len(kept)} arrays")
-                memset(data, 0, sizeof(data))
-                num_bound = 0
-                for k, field, owner in kept:
-                    watch(&bound[num_bound], k, field, owner, call)
-                    at = <int>k * NUM_FIELDS + <int>field
-                    if (k, FIELDS[field]) in arrays and data[at] == NULL:       # the array itself, as it is now
-                        data[at] = bound[num_bound].data
-                        shape = ()
-                        for d in range(bound[num_bound].nd):
-                            shape += (bound[num_bound].shape[d],)
-                        part = <PlanGroup>self.parts[k]
-                        _arguments.check_shape(FIELDS[field], shape, part.whole_shape(FIELDS[field]), call)
-                    num_bound += 1
-                shown = {k: {} for k in range(len(self.parts))}
-                for (k, name), array in held.items():
-                    shown[k][name] = array
-                with critical_section(self):
-                    pool_enter(&self.pool.state, call)
-                    status = self.exchange_arrays(data, &bound, num_bound, seen, &v)
-                    if status == OK:        # exchanged, not assigned: what was there is let go of outside of the lock
-                        kept, self.bound_arrays = self.bound_arrays, kept
-                    pool_leave(&self.pool.state)
-                    if status == OK and arrays:
-                        self.show_arrays(shown)
-        finally:
-            xfree(bound)
+        bound = {(k, name): _arguments.anchored(array, name, call)
+                 for (k, name), array in _arguments.by_group(arrays, owners, len(self.group_plans), call).items()}
+        while status == RETRY:
+            with critical_section(self):
+                seen = self.changes
+            held = {(k, name): array for k in range(len(self.parts))
+                    for name, array in (<PlanGroup>self.parts[k]).arrays_now().copy().items()}
+            held.update(bound)
+            memset(data, 0, sizeof(data))
+            for (k, name), (array, _) in bound.items():
+                part = <PlanGroup>self.parts[k]
+                _arguments.check_array(array, (k, name), part.field_of(name).width, part.whole_shape(name), held, call)
+                data[<int>k * NUM_FIELDS + <int>FIELDS.index(name)] = array_data(array)
+            with critical_section(self):
+                pool_enter(&self.pool.state, call)
+                status = self.exchange_arrays(data, seen, &v)
+                pool_leave(&self.pool.state)
+                if status == OK and bound:
+                    self.show_arrays(bound)
         if status != OK:
             refuse(call, &v)
         return 0
 
-    cdef int show_arrays(self, dict arrays) except -1:
-        """What attributes show from now on, by part."""
+    cdef int show_arrays(self, dict bound) except -1:
+        """What attributes show from now on."""
         cdef PlanGroup part
         for k in range(len(self.parts)):
             part = <PlanGroup>self.parts[k]
-            with critical_section(part):
-                part.arrays, part.views = arrays[k], {}
+            fresh = {name: array for (owner, name), array in bound.items() if owner == k}
+            with critical_section(part):        # `copies` may be another array than when the call began
+                part.arrays, part.views = {**part.arrays, **fresh}, {}
         return 0
 
-    cdef int exchange_arrays(self, void** data, Bound** bound, int num_bound, int64_t seen,
-                             Verdict* v) noexcept nogil:
+    cdef int exchange_arrays(self, void** data, int64_t seen, Verdict* v) noexcept nogil:
         """Write to the arrays at `data` from now on, NUM_FIELDS for what is common and for each group. RETRY: another
         thread has bound arrays since `seen`."""
         cdef int k, j
-        cdef Bound* old = self.bound
         cdef Field* field
         if self.step.pending:
             return refused(v, PLAN_PENDING, -1, self.step.id, 0, 0, 0)
@@ -526,22 +469,6 @@ cdef class Plan:
                     field[k].data = data[j * NUM_FIELDS + k]
             if j:
                 wire_forget(&self.part[j - 1].wire, self.step.max_rows, data[j * NUM_FIELDS + BLOCK_TABLES] != NULL)
-        for k in range(num_bound):              # what stays bound is where it was when it was bound
-            for j in range(self.num_bound):
-                if (data[bound[0][k].part * NUM_FIELDS + bound[0][k].field] == NULL
-                        and old[j].array == bound[0][k].array):
-                    bound[0][k] = old[j]
-        self.bound = bound[0]
-        self.num_bound = num_bound
-        bound[0] = old
-        return OK
-
-    cdef int judge_arrays(self, Verdict* v) noexcept nogil:
-        """A bound array must be where it was: NumPy resizes one on request, whoever else holds its memory."""
-        cdef int k
-        for k in range(self.num_bound):
-            if not is_at(self.bound[k].array, self.bound[k].data, self.bound[k].nd, self.bound[k].shape):
-                return refused(v, ARRAY_MOVED, -1, self.bound[k].field, 0, 0, 0)
         return OK
 
     def bind(self, **arrays):
@@ -564,6 +491,7 @@ cdef class Plan:
         Notes
         -----
         Every row is dirty in the next step. So ``bind()`` without arrays is for a consumer that lost what it had.
+        As long as an array is bound, NumPy refuses to resize it, and arrays that it is a view of.
         """
         self.refuse_pending("bind")
         for name in arrays:
@@ -603,9 +531,6 @@ cdef class Plan:
 
     cdef int refuse(self, const Verdict* v, str call, int64_t pad_tokens) except -1:
         """Raise what a step was refused for; `pad_tokens` -1: no padding was asked for."""
-        if v.reason == ARRAY_MOVED:
-            raise BufferError(f"[{call}] {FIELDS[v.value]} was resized or moved since it was bound; "
-                              f"bind an array again")
         if v.reason == TOO_MANY_TOKENS and pad_tokens >= 0 and v.value <= self.max_tokens_:
             raise ValueError(f"[{call}] pad_to has room for {pad_tokens} tokens, the batch has {v.value}")
         return refuse(call, v)

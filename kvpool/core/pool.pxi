@@ -189,7 +189,7 @@ cdef int call_rows(State* pool, int op, str call, object handles, str what, obje
             number = to_int(group, call, "group", INT64_MIN, INT64_MAX)
         pool_enter(pool, call)
         if op == OP_CLOSE:
-            status = pool_close(pool, &rows, NULL, &v)
+            status = pool_close(pool, &rows, &v)
         elif op == OP_TRUNCATE:
             status = pool_truncate(pool, &rows, &numbers, &v)
         elif op == OP_COMPACT:
@@ -514,37 +514,6 @@ cdef class Pool:
         """
         call_rows(&self.state, OP_CLOSE, "close", handles, None, None, None, None)
 
-    def close_finished(self, handles, mask):
-        """Close the sequences whose mask byte is not zero; returns how many.
-
-        Parameters
-        ----------
-        handles : ints
-            int64, shape ``(n,)``, no duplicates.
-        mask : buffer
-            bool or uint8, shape ``(n,)``, or a list of bools; read before anything is closed.
-
-        Raises
-        ------
-        StaleHandle, ForeignHandle, ValueError, TypeError
-            A handle is not open, duplicates, shapes that differ, another dtype. State unchanged.
-        """
-        cdef Ints batch
-        cdef Verdict v
-        cdef bytes done
-        cdef const unsigned char* finished
-        ints_init(&batch, &self.state.spare)
-        try:
-            ints_batch(&batch, handles, "close_finished", "handles", False)
-            done = get_mask(mask, batch.size)
-            finished = done
-            closed = batch.size - done.count(b"\0")     # made before anything moves
-            pool_enter(&self.state, "close_finished")
-            pool_end(&self.state, pool_close(&self.state, &batch, finished, &v), &v, "close_finished")
-        finally:
-            ints_free(&batch)
-        return closed
-
     def defer_close(self, handle):
         """Ask for a sequence to be closed by the next public call. Never mutates: for finalizers.
 
@@ -655,8 +624,6 @@ cdef class Pool:
             The plan is pending. State unchanged.
         ValueError, TypeError
             Duplicate handles, negative counts, shapes that differ, a foreign plan. State unchanged.
-        BufferError
-            A bound array was resized or moved. State unchanged.
 
         Notes
         -----

@@ -709,7 +709,7 @@ cdef class PrefixCache:
             told = count
         finally:
             pool_enter_any(self.state, "events")   # the pool may have been shut down meanwhile
-            ring_told(&self.state.index.ring, &taken, count - told)
+            self.state.index.ring.lost += count - told
             ring_free(&taken)
             pool_leave(self.state)
         return found

@@ -7,4 +7,4 @@ cdef int pool_fork(State* pool, int64_t handle, int64_t count, int64_t* children
 cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v) noexcept nogil
 cdef int pool_table(State* pool, int64_t handle, int64_t group, const int32_t** ids, int64_t* n, int32_t* columns,
                     Verdict* v) noexcept nogil
-cdef int pool_close(State* pool, Ints* batch, const unsigned char* finished, Verdict* v) noexcept nogil
+cdef int pool_close(State* pool, Ints* batch, Verdict* v) noexcept nogil

@@ -15,20 +15,6 @@ cdef int64_t take_tag(int64_t* generation) except -1:
     return tag
 
 
-cdef bytes get_mask(object mask, Py_ssize_t n):
-    if isinstance(mask, (list, tuple)) and all(isinstance(m, bool) for m in mask):
-        mask = bytes(mask)
-    try:
-        view = memoryview(mask)
-    except TypeError:
-        raise TypeError(f"[close_finished] mask must be a bool or uint8 array, not {type(mask).__name__}") from None
-    if view.format not in ("?", "B"):
-        raise TypeError(f"[close_finished] mask must have dtype bool or uint8 (format {view.format!r})")
-    if view.ndim != 1 or view.shape[0] != n or not view.c_contiguous:
-        raise ValueError(f"[close_finished] mask has shape {view.shape}, it must be contiguous with {n} entries")
-    return view.tobytes()
-
-
 cdef int pool_fork(State* pool, int64_t handle, int64_t count, int64_t* children, Verdict* v) noexcept nogil:
     cdef Seqs* s = &pool.seqs
     cdef int32_t parent = seq_judge(s, handle, -1, v)
@@ -70,15 +56,13 @@ cdef int pool_truncate(State* pool, Ints* batch, const Ints* lengths, Verdict* v
     return OK
 
 
-cdef int pool_close(State* pool, Ints* batch, const unsigned char* finished, Verdict* v) noexcept nogil:
-    """`finished`: a byte for each, 0: it goes on; NULL: all are closed."""
+cdef int pool_close(State* pool, Ints* batch, Verdict* v) noexcept nogil:
     cdef Py_ssize_t k
     cdef int status = seqs_judge(&pool.seqs, batch, NULL, True, v)
     if status != OK:
         return status
     for k in range(batch.size):
-        if finished == NULL or finished[k]:
-            close_slot(pool, slot_of(ints_at(batch, k)))
+        close_slot(pool, slot_of(ints_at(batch, k)))
     return OK
 
 

@@ -53,9 +53,6 @@ cdef int pool_step(State* pool, Plan plan, const Ints* rows, const Ints* new, bi
     cdef int status
     if p.pending:
         return refused(v, PLAN_PENDING, -1, p.id, 0, 0, 0)
-    status = plan.judge_arrays(v)
-    if status != OK:
-        return status
     limits_of(pool, plan, plan.max_tokens_ if pad_tokens < 0 else pad_tokens, &limits)
     if advance and step_steady(pool.groups, p, rows, new, &limits, pool.next_step):
         begin_step(pool, p)

@@ -55,7 +55,6 @@ cdef enum:                      # what a C function reports: OK, NO_MEMORY, RETR
     NOT_REWRITABLE
     BAD_INDEX
     INDEX_ORDER
-    ARRAY_MOVED
     NOT_KEPT                    # a block that is blank, or in limbo without content
     NAMED_TWICE                 # a block, in a release
     HAS_CONTENT                 # a block that is committed already
@@ -119,7 +118,7 @@ cdef enum:                      # first word of every digest entry: which call i
     OP_TICK
     OP_LIMIT_KEPT
     OP_PIN_TTL
-    OPTION = 1 << 8             # beside OP_RELEASE: `oldest`, OP_TOUCH: `blank`, OP_UNCACHE: `keep_place`
+    OPTION = 1 << 8             # beside OP_TOUCH: `blank`, OP_UNCACHE: `keep_place`
 
 
 cdef inline int refused(Verdict* v, int reason, Py_ssize_t row, int64_t value, int64_t low, int64_t high,

@@ -32,7 +32,7 @@ extern "C" {
 #endif
 
 #define KVPOOL_ABI_MAGIC UINT64_C(0x6b76706f6f6c4331) /* "kvpoolC1" */
-#define KVPOOL_ABI_VERSION 2
+#define KVPOOL_ABI_VERSION 3
 #define KVPOOL_CAPSULE "kvpool._C_API"
 
 enum kvpool_status {
@@ -45,7 +45,7 @@ enum kvpool_status {
     KVPOOL_PLAN_STATE = 6,
     KVPOOL_CONCURRENT_USE = 7, /* this thread is inside another call: a signal handler */
     KVPOOL_CLOSED = 8,      /* the pool was shut down */
-    KVPOOL_VALUE_ERROR = 9, /* also: a NULL pointer, a negative count, a bound array that moved (BufferError) */
+    KVPOOL_VALUE_ERROR = 9, /* also: a NULL pointer, a negative count */
     KVPOOL_TYPE_ERROR = 10,
     KVPOOL_NO_MEMORY = 11,
     KVPOOL_NO_GIL = 12,
@@ -117,15 +117,16 @@ typedef struct kvpool_api {
     const char *(*error_message)(void);
     void *(*raise_error)(void);
 
-    /* Sequences. tokens: blocks are taken for so many. prompt: its cached prefix is found; *cached may be NULL. */
+    /* Sequences. tokens: blocks are taken for so many. prompt: its cached prefix is found; keep, for pools with a
+       prefix cache, and cached may be NULL. */
     int (*open)(kvpool_pool *pool, int64_t tokens, int64_t *handle);
     int (*open_prompt)(kvpool_pool *pool, const int32_t *prompt, int64_t n, const char *name_space, int64_t name_bytes,
-                       int64_t *handle, int64_t *cached);
+                       const kvpool_keep *keep, int64_t *handle, int64_t *cached);
     int (*fork)(kvpool_pool *pool, int64_t handle, int64_t n, int64_t *children);
     int (*truncate)(kvpool_pool *pool, const int64_t *handles, const int64_t *lens, int64_t n);
     int (*close)(kvpool_pool *pool, const int64_t *handles, int64_t n);
     int (*commit)(kvpool_pool *pool, const int64_t *handles, const int64_t *counts, int64_t n, const int32_t *tokens,
-                  int64_t num_tokens);
+                  int64_t num_tokens, const kvpool_keep *keep);
 
     /* Steps. num_new NULL: one token each. */
     int (*step)(kvpool_pool *pool, kvpool_plan *plan, const int64_t *handles, const int64_t *num_new, int64_t n,
@@ -154,12 +155,8 @@ typedef struct kvpool_api {
     int (*group_array)(kvpool_plan *plan, int32_t group, int32_t name, kvpool_array *array);
     int (*group_table)(kvpool_pool *pool, int64_t handle, int32_t group, const int32_t **blocks, int64_t *n);
 
-    /* Retention, of pools with a prefix cache: open_prompt and commit with a directive, NULL: none. tick tells the
-       time, limit_kept how many base blocks a namespace may keep, -1: any number. */
-    int (*open_kept)(kvpool_pool *pool, const int32_t *prompt, int64_t n, const char *name_space, int64_t name_bytes,
-                     const kvpool_keep *keep, int64_t *handle, int64_t *cached);
-    int (*commit_kept)(kvpool_pool *pool, const int64_t *handles, const int64_t *counts, int64_t n,
-                       const int32_t *tokens, int64_t num_tokens, const kvpool_keep *keep);
+    /* Retention, of pools with a prefix cache. tick tells the time, limit_kept how many base blocks a namespace may
+       keep, -1: any number. */
     int (*tick)(kvpool_pool *pool, int64_t now);
     int (*limit_kept)(kvpool_pool *pool, const char *name_space, int64_t name_bytes, int64_t blocks);
 

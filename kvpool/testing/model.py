@@ -268,15 +268,6 @@ class ModelPool(CacheModel, AbstractContextManager):
         for seq in self.batch("close", handles, any_=True):
             self._close(seq)
 
-    @public_call
-    def close_finished(self, handles: Any, mask: Any) -> int:
-        batch = self.batch("close_finished", handles, any_=True)
-        finished = args.mask("close_finished", mask, len(batch))
-        for seq, is_finished in zip(batch, finished, strict=True):
-            if is_finished:
-                self._close(seq)
-        return sum(map(bool, finished))
-
     def defer_close(self, handle: int) -> None:
         self._deferred.append(args.integer("defer_close", "handle", handle, 0, args.MAX_INT64))
 

@@ -118,15 +118,3 @@ def how_to_open(call: str, tokens: Any, namespace: Any, reserve: Any, load: Any)
     typed(call, "namespace", namespace, bytes)
     if isinstance(tokens, int) and not reserve:
         raise ValueError(f"[{call}] reserve is False for a count of {tokens} tokens, a prompt is needed")
-
-
-def mask(call: str, values: Any, num_rows: int) -> list[int]:
-    """The bytes of a row mask: a bool or uint8 array of `num_rows` entries, or so many bools."""
-    if isinstance(values, list | tuple) and all(isinstance(value, bool) for value in values):
-        values = np.array(values, bool)
-    if not isinstance(values, np.ndarray):
-        raise TypeError(f"[{call}] mask is a {type(values).__name__}, a bool or uint8 array is needed")
-    batch = integers(call, "mask", values, ("bool", "uint8"))
-    if len(batch) != num_rows:
-        raise ValueError(f"[{call}] mask has {len(batch)} entries, the batch has {num_rows} rows")
-    return batch

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvpool import Group, Pool
-from kvpool.errors import DoubleFree, OutOfBlocks, PlanStateError, PoolClosed
+from kvpool.errors import DoubleFree, OutOfBlocks, PoolClosed
 
 
 def order(pool):
@@ -31,15 +31,6 @@ def test_decode_rows_get_the_blocks_that_take_would_give(make_pool, make_plan):
     pool.step(plan, rows, 1)  # one token each: a steady batch
     assert due == [5, 3, 1, 6] and pool.stats().evictions == 3
     assert [pool.table(row).tolist() for row in rows] == [[block] for block in due]
-
-
-def test_release_oldest_sends_cached_blocks_to_the_old_end(make_pool):
-    pool = make_pool(8)
-    pool.blocks.take(6)
-    pool.blocks.mark_cached([1, 2, 3, 4, 5])
-    pool.blocks.release([5, 4])
-    pool.blocks.release([2, 6, 1], oldest=True)
-    assert order(pool) == [6, 7, 2, 1, 5, 4]
 
 
 def test_mark_of_an_evicted_block_is_refused_until_its_eviction_was_drained(make_pool, refused):
@@ -156,11 +147,7 @@ def no_block(call):
 
 #: Of six blocks 1 is cached and in use, 2 and 3 are in use, 4 is blank, 5 is of a sequence, 6 is cached and free.
 REFUSED = [
-    *(
-        row
-        for call in ("touch", "mark_cached", "uncache", "release", "refcounts", "is_cached")
-        for row in no_block(call)
-    ),
+    *(row for call in ("touch", "mark_cached", "uncache", "release", "is_cached") for row in no_block(call)),
     *((call, [1, 2, 1], {}, ValueError) for call in ("touch", "mark_cached", "uncache")),  # stands twice
     *((call, [2, 4], {}, DoubleFree) for call in ("release", "mark_cached")),
     *(("release", [1, 2, 1], {}, DoubleFree), ("release", 5, {}, DoubleFree), ("mark_cached", 1, {}, ValueError)),
@@ -169,7 +156,7 @@ REFUSED = [
     ("take", 2, {}, OutOfBlocks),
     *(
         (call, [1], {option: value}, TypeError)
-        for call, option in (("touch", "blank"), ("uncache", "keep_place"), ("release", "oldest"))
+        for call, option in (("touch", "blank"), ("uncache", "keep_place"))
         for value in (1, None, "yes")
     ),
 ]
@@ -198,7 +185,7 @@ def test_refusal_names_the_row_of_the_caller_among_reserved_ids(make_pool, refus
     assert "ids[4]" in str(caught.value)
     for call in (pool.blocks.touch, pool.blocks.mark_cached, pool.blocks.uncache, pool.blocks.release):
         call([0, 2, 1])
-    assert pool.blocks.refcounts([0, 1, 2]).tolist() == [0, 1, 1]
+    assert [pool.blocks.references[block] for block in range(3)] == [0, 1, 1]
 
 
 def test_references_are_those_of_now_and_refuse_what_is_no_block(make_pool, refused):
@@ -226,8 +213,6 @@ def test_pending_step_keeps_released_blocks_in_limbo_in_the_order_named(make_poo
     pool.blocks.take(5)
     pool.blocks.mark_cached([1, 4, 5])
     pool.step(plan, [handle], 1)
-    with refused(pool, PlanStateError, "release"):
-        pool.blocks.release([1, 2], oldest=True)
     pool.blocks.release([4, 2, 1, 3, 5])
     assert order(pool) == [7]
     pool.blocks.uncache([5])
@@ -242,7 +227,7 @@ def test_pool_that_was_shut_down_refuses_every_call():
     pool.shutdown()
     calls = [lambda: blocks.take(1), lambda: blocks.free_order(), lambda: blocks.usage]
     calls += [lambda c=call: c([1]) for call in (blocks.touch, blocks.release, blocks.mark_cached, blocks.uncache)]
-    calls += [lambda: blocks.refcounts([1]), lambda: blocks.num_free, lambda: blocks.num_blank]
+    calls += [lambda: blocks.num_free, lambda: blocks.num_blank]
     calls += [lambda: blocks.is_cached([1]), lambda: blocks.references[1]]
     for call in calls:
         with pytest.raises(PoolClosed):

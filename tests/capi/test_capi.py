@@ -142,15 +142,15 @@ def test_directive_limit_and_clock_are_those_of_python():
     assert call("limit_kept", pool, ctypes.create_string_buffer(b"a"), 1, 3) == 0
     for name, keep, due in ((b"", None, 0), (b"", Keep(5, 8, 2), 2), (b"a", Keep(9, 0, 2), 5)):
         space = ctypes.create_string_buffer(name)
-        assert call("open_kept", pool, PROMPT, 18, space, len(name), keep, handle, cached) == 0
+        assert call("open_prompt", pool, PROMPT, 18, space, len(name), keep, handle, cached) == 0
         pool.step(plan, [handle.value], 18 - cached.value)
         pool.done(plan)
-        assert call("commit", pool, ints(handle.value), None, 1, PROMPT[cached.value :], 18 - cached.value) == 0
+        assert call("commit", pool, ints(handle.value), None, 1, PROMPT[cached.value :], 18 - cached.value, None) == 0
         assert pool.prefix.stats().kept == due
-    assert call("commit_kept", pool, ints(handle.value), None, 1, PROMPT, 0, None) == 0
+    assert call("commit", pool, ints(handle.value), None, 1, PROMPT, 0, None) == 0
     assert call("tick", pool, 5) == 0 and pool.prefix.stats().kept == 3
     assert call("limit_kept", pool, ctypes.create_string_buffer(b"a"), 1, -1) == 0
-    assert call("commit_kept", pool, ints(handle.value), None, 1, PROMPT, 0, Keep(1, 0, 7)) == 0
+    assert call("commit", pool, ints(handle.value), None, 1, PROMPT, 0, Keep(1, 0, 7)) == 0
     assert pool.prefix.stats().kept == 4
     assert call("tick", pool, 4) == C["KVPOOL_VALUE_ERROR"] and "the clock was at 5" in message()
     assert call("tick", pool, 9) == 0 and pool.prefix.stats().kept == 0
@@ -218,17 +218,17 @@ def failing_of_retention_and_size():
         "priority": (
             value,
             "keep.priority is out of range (8), it must be in 1 .. 7",
-            "open_kept",
+            "open_prompt",
             [PROMPT, 4, None, 0, Keep(1, 0, 8), "out", None],
         ),
-        "ttl": (value, "keep.ttl is out of range (0)", "open_kept", [PROMPT, 4, None, 0, Keep(0, 0, 1), "out", None]),
+        "ttl": (value, "keep.ttl is out of range (0)", "open_prompt", [PROMPT, 4, None, 0, Keep(0, 0, 1), "out", None]),
         "kept tokens": (
             value,
             "keep.tokens is out of range (-1)",
-            "commit_kept",
+            "commit",
             ["h", ints(0), 1, PROMPT, 0, Keep(1, -1, 1)],
         ),
-        "kept and not done": (value, "tokens from position", "commit_kept", ["h", None, 1, PROMPT, 50, Keep(1, 0, 1)]),
+        "kept and not done": (value, "tokens from position", "commit", ["h", None, 1, PROMPT, 50, Keep(1, 0, 1)]),
         "negative time": (value, "now is out of range (-1)", "tick", [-1]),
         "late": (value, f"now is out of range ({2**62})", "tick", [2**62]),
         "negative limit": (value, "blocks is out of range (-2), it must be in -1", "limit_kept", [None, 0, -2]),
@@ -266,18 +266,18 @@ def failing_of_requests():
         "small pad": (value, "room for 0 tokens", "step_padded", ["h", None, 1, 0, 4, 0]),
         "negative tokens": (value, "tokens is negative (-5)", "open", [-5, "out"]),
         "null out": (value, "handle is NULL", "open", [1, None]),
-        "negative prompt": (value, "negative (-1)", "open_prompt", [PROMPT, -1, None, 0, "out", None]),
-        "null prompt": (value, "tokens is NULL", "open_prompt", [None, 1, None, 0, "out", None]),
-        "null name": (value, "name_space", "open_prompt", [PROMPT, 1, None, 4, "out", None]),
-        "negative name": (value, "name_space", "open_prompt", [PROMPT, 1, None, -1, "out", None]),
-        "bad token": (value, "tokens[1]", "open_prompt", [np.array([1, -2], np.int32), 2, None, 0, "out", None]),
+        "negative prompt": (value, "negative (-1)", "open_prompt", [PROMPT, -1, None, 0, None, "out", None]),
+        "null prompt": (value, "tokens is NULL", "open_prompt", [None, 1, None, 0, None, "out", None]),
+        "null name": (value, "name_space", "open_prompt", [PROMPT, 1, None, 4, None, "out", None]),
+        "negative name": (value, "name_space", "open_prompt", [PROMPT, 1, None, -1, None, "out", None]),
+        "bad token": (value, "tokens[1]", "open_prompt", [np.array([1, -2], np.int32), 2, None, 0, None, "out", None]),
         "negative children": (value, "n is negative (-1)", "fork", ["one", -1, "children"]),
         "null children": (value, "children is NULL", "fork", ["one", 1, None]),
         "long": (value, "lens[0] is 99", "truncate", ["h", ints(99), 1]),
         "null lens": (value, "lens is NULL", "truncate", ["h", None, 1]),
-        "not done": (value, "tokens from position", "commit", ["h", None, 1, PROMPT, 50]),
-        "counts": (value, "counts use 0 of 2", "commit", ["h", ints(0), 1, PROMPT, 2]),
-        "null tokens": (value, "tokens is NULL", "commit", ["h", None, 1, None, 2]),
+        "not done": (value, "tokens from position", "commit", ["h", None, 1, PROMPT, 50, None]),
+        "counts": (value, "counts use 0 of 2", "commit", ["h", ints(0), 1, PROMPT, 2, None]),
+        "null tokens": (value, "tokens is NULL", "commit", ["h", None, 1, None, 2, None]),
         "bytes wrap": ("NO_MEMORY", f"no memory for {wraps} handles", "close", ["h", wraps]),
         "null table": (value, "blocks is NULL", "table", ["one", None, "out"]),
         "null table of a group": (value, "n is NULL", "group_table", ["one", 0, "out", None]),
@@ -332,7 +332,7 @@ def test_failure_is_a_status_and_changes_nothing(world, way):
 
 @pytest.mark.parametrize(
     "name", ["open", "open_prompt", "fork", "truncate", "close", "commit", "table", "group_table", "num_tokens",
-             "num_free", "stats", "open_kept", "commit_kept", "tick", "limit_kept", "resize"]
+             "num_free", "stats", "tick", "limit_kept", "resize"]
 )  # fmt: skip
 def test_null_pool_is_refused(name):
     rest = [None] * (len(function(name).argtypes or ()) - 1)
@@ -345,16 +345,17 @@ def test_pool_or_plan_that_does_not_fit_is_refused():
     (pool, _), (_, other), (closed, late), bare = new(), new(), new(), Pool(8, 4)
     closed.shutdown()
     row, null, value = ints(pool.open()), "[{}] plan is NULL", "VALUE_ERROR"
+    bare_said = "[{}] the pool has no prefix cache"
     for name, arguments, status, said in (
         ("step", [pool, None, None, None, 0, 0], value, null),
         ("done", [pool, None], value, null),
         ("rollback", [pool, None], value, null),
         ("step", [pool, other, row, None, 1, 0], value, "[{}] the plan belongs to another pool"),
         ("step", [closed, late, ints(0), None, 1, 0], "CLOSED", "[{}] the pool was shut down"),
-        ("commit", [bare, ints(bare.open()), None, 1, PROMPT, 0], value, "[{}] the pool has no prefix cache"),
-        ("open_kept", [bare, PROMPT, 4, None, 0, Keep(1, 0, 1), row, None], value, "[{}] the pool has no prefix cache"),
-        ("tick", [bare, 1], value, "[{}] the pool has no prefix cache"),
-        ("limit_kept", [bare, None, 0, 1], value, "[{}] the pool has no prefix cache"),
+        ("commit", [bare, ints(bare.open()), None, 1, PROMPT, 0, None], value, bare_said),
+        ("open_prompt", [bare, PROMPT, 4, None, 0, Keep(1, 0, 1), row, None], value, bare_said),
+        ("tick", [bare, 1], value, bare_said),
+        ("limit_kept", [bare, None, 0, 1], value, bare_said),
         ("tick", [closed, 1], "CLOSED", "[{}] the pool was shut down"),
         ("resize", [closed, 9, 0, None, 0, row], "CLOSED", "[{}] the pool was shut down"),
     ):
@@ -380,18 +381,6 @@ def test_array_of_a_format_that_the_plan_lacks_is_refused():
         assert f"no such array ({number})" in message()
     assert call("array", plan, C["KVPOOL_SEQ_LENS"], None) == C["KVPOOL_VALUE_ERROR"]
     assert call("array", None, C["KVPOOL_SEQ_LENS"], Array()) == C["KVPOOL_VALUE_ERROR"]
-
-
-def test_bound_array_that_was_resized_is_refused():
-    pool, lens = Pool(8, 4), np.zeros(2, np.int32)
-    plan, handle = Plan(pool, 2, formats=["seq_lens"], out={"seq_lens": lens}), ints(pool.open())
-    before = pool.fingerprint()
-    lens.resize(4096, refcheck=False)
-    for arguments in (["step", pool, plan, handle, None, 1, 0], ["reserve", pool, plan, handle, ints(1), 1]):
-        assert call(*arguments) == C["KVPOOL_VALUE_ERROR"] and "seq_lens was resized or moved" in message()
-        with pytest.raises(BufferError, match="seq_lens"):
-            function("raise_error")()
-    assert pool.fingerprint() == before
 
 
 def test_stats_of_a_newer_caller_are_filled_with_zeros():
@@ -495,7 +484,7 @@ def test_caller_without_the_lock_of_python_is_refused():
     handle = ints(pool.open())
     before = pool.fingerprint()
     for name in ("step", "done", "close", "open", "digest", "array", "stats", "pool_from", "fork", "reserve",
-                 "open_kept", "commit_kept", "tick", "limit_kept", "resize"):  # fmt: skip
+                 "open_prompt", "commit", "tick", "limit_kept", "resize"):  # fmt: skip
         kinds = function(name).argtypes
         arguments = [at(handle) if kind is ctypes.c_void_p else 0 for kind in kinds]
         arguments[0] = at(plan if name == "array" else pool)

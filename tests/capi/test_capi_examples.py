@@ -164,8 +164,8 @@ def forged(name=NAME, **changes):
 
 MISFITS = {
     "magic": (lambda: forged(magic=1), "no table of kvpool's"),
-    "newer version": (lambda: forged(abi_version=3), "ABI version 3, this extension was compiled for 2"),
-    "older version": (lambda: forged(abi_version=1), "ABI version 1"),
+    "newer version": (lambda: forged(abi_version=4), "ABI version 4, this extension was compiled for 3"),
+    "older version": (lambda: forged(abi_version=2), "ABI version 2"),
     "smaller": (lambda: forged(struct_size=ctypes.sizeof(Api) - 8), "a newer kvpool is needed"),
     "empty": (lambda: forged(struct_size=0), "has 0 bytes"),
     "another capsule": (lambda: forged(OTHER_NAME), "no capsule named kvpool._C_API"),

@@ -53,8 +53,8 @@ class ByC(Pool):
             self.do("open", tokens, handle)
         else:
             prompt, cached = np.array(tokens, np.int32), ctypes.c_int64()
-            name, more = ("open_kept", [by_c(options["keep"])]) if options else ("open_prompt", [])
-            self.do(name, prompt, len(tokens), space, len(namespace), *more, handle, cached)
+            keep = by_c(options.get("keep"))
+            self.do("open_prompt", prompt, len(tokens), space, len(namespace), keep, handle, cached)
             assert cached.value == self.num_tokens(handle.value)
         return handle.value
 
@@ -98,8 +98,7 @@ class PrefixByC(PrefixCache):
     def commit(self, handles, tokens, counts=None, *, keep=None):
         rows, tokens = rows_of(handles), np.array(tokens, np.int32)
         counts = None if counts is None else np.array(counts, np.int64)
-        name, more = ("commit", []) if keep is None else ("commit_kept", [by_c(keep)])
-        self.pool.do(name, rows, counts, rows.size, tokens, tokens.size, *more)
+        self.pool.do("commit", rows, counts, rows.size, tokens, tokens.size, by_c(keep))
 
     def tick(self, now):
         self.pool.do("tick", now)

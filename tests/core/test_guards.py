@@ -194,23 +194,8 @@ def test_finalizer_in_the_middle_of_a_call_only_defers_and_may_use_other_pools(m
     assert not pool.is_open(handle) and other.stats().used == 1
 
 
-class WritesWhenRead(list):
-    """A list that runs something when it is iterated."""
-
-    def __init__(self, values, action):
-        super().__init__(values)
-        self.action = action
-
-    def __iter__(self):
-        self.action()
-        return super().__iter__()
-
-
 SECOND_ARGUMENT = {  # `handles` is the caller's memory, and written while another argument is read
     "truncate": lambda pool, plan, handles, write: pool.truncate(handles, [Reenter(0, write), 0]),
-    "close_finished": lambda pool, plan, handles, write: pool.close_finished(
-        handles, WritesWhenRead([True, True], write)
-    ),
     "can": lambda pool, plan, handles, write: pool.can(handles, [Reenter(1, write), 1]),
     "unshare": lambda pool, plan, handles, write: pool.unshare(plan, handles, [Reenter(1, write), 1]),
     "unshare, first": lambda pool, plan, handles, write: pool.unshare(plan, handles, 1, Reenter(0, write)),

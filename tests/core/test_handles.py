@@ -161,7 +161,6 @@ BATCH_CALLS = {
     "close": lambda pool, plan, hs: pool.close(hs),
     "truncate": lambda pool, plan, hs: pool.truncate(hs, 0),
     "can": lambda pool, plan, hs: pool.can(hs, 1),
-    "close_finished": lambda pool, plan, hs: pool.close_finished(hs, np.ones(np.size(hs), bool)),
     "step": lambda pool, plan, hs: pool.step(plan, hs, 1),
     "reserve": lambda pool, plan, hs: pool.reserve(plan, hs, 1),
     "unshare": lambda pool, plan, hs: pool.unshare(plan, hs, 3),

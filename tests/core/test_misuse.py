@@ -99,7 +99,6 @@ CONSTRUCTOR = {f"Pool {name}": (lambda s, v, name=name: make_wrong(s, **{name: v
 HANDLE_BATCH = {
     "close": lambda s, v: s.pool.close(v),
     "truncate": lambda s, v: s.pool.truncate(v, 0),
-    "close_finished": lambda s, v: s.pool.close_finished(v, np.ones(2, bool)),
     "can": lambda s, v: s.pool.can(v, 0),
     "step": lambda s, v: s.pool.step(s.plan, v, 0),
     "reserve": lambda s, v: s.pool.reserve(s.plan, v, 0),
@@ -285,20 +284,6 @@ def test_constructor_product_just_inside_the_limit_is_legal(core):
 def test_constructor_without_the_memory_is_a_memory_error(core):
     with pytest.raises(MemoryError, match=r"^\[Pool\] "):
         core.Pool(24, 4, max_seqs=2**20, max_blocks_per_seq=2**31 - 1)  # 8 PiB of tables
-
-
-MASKS = {
-    TypeError: [None, 1, "ab", np.ones(2, np.int32), np.ones(2, np.int8), np.ones(2), np.ones(2, object)],
-    ValueError: [np.ones(1, bool), np.ones(3, np.uint8), np.ones((1, 2), bool), np.ones(4, bool)[::2]],
-    EITHER: [np.array(True)],
-}
-
-
-@pytest.mark.parametrize("exception", MASKS)
-def test_mask_in_a_wrong_form_is_refused(scene, refused, exception):
-    for mask in MASKS[exception]:
-        with refused(scene.pool, exception, "close_finished"):
-            scene.pool.close_finished([scene.a, scene.b], mask)
 
 
 def read_only():

@@ -40,16 +40,3 @@ def test_truncate_of_a_batch_takes_a_length_per_row_or_one_for_all(make_any, gro
     left = [5, 5, 5] if np.ndim(lengths) == 0 else list(lengths)
     assert [pool.num_tokens(h) for h in handles] == left
     assert [len(pool.table(h, 0).ravel()) for h in handles] == [-(-n // 4) for n in left]
-
-
-@pytest.mark.parametrize(
-    "mask", [np.array([0, 1, 0, 1, 1], bool), np.array([0, 255, 0, 2, 1], np.uint8), np.zeros(5, bool)], ids=repr
-)
-def test_close_finished_closes_the_rows_whose_byte_is_not_zero(make_any, mask):
-    pool = make_any()
-    handles = [pool.open(4) for _ in range(5)]
-    each, before = pool.stats().used // 5, pool.fingerprint()
-    assert pool.close_finished(np.array(handles), mask) == np.count_nonzero(mask)
-    assert [pool.is_open(h) for h in handles] == (mask == 0).tolist()
-    assert pool.stats().used == each * np.count_nonzero(mask == 0)
-    assert (pool.fingerprint() == before) is not mask.any()

@@ -101,7 +101,6 @@ CALLS: dict[str, tuple[str, Any, Callable, Callable]] = {
     "truncate, lens": ("counts", 9, lambda t, a: t.pool.truncate(t.handles, a), lambda t: regrow(t)),
     "compact": ("handles", 0xFFFFF, lambda t, a: t.pool.compact(a, 3), lambda t: regrow(t)),
     "compact, lens": ("counts", 9, lambda t, a: t.pool.compact(t.handles, a), lambda t: regrow(t)),
-    "close_finished": ("handles", 0xFFFFF, lambda t, a: t.pool.close_finished(a, t.counts == 0), Target.undo),
     "close": ("handles", 0xFFFFF, lambda t, a: t.pool.close(a), lambda t: reopen(t)),
     "commit": ("handles", 0xFFFFF, lambda t, a: t.pool.prefix.commit(a, []), Target.undo),
     "commit, tokens": (

@@ -32,7 +32,7 @@ REFUSALS = (errors.OutOfBlocks, errors.OutOfSequences, errors.CapacityExceeded, 
 
 cdef enum:                      # in the order of WORDS
     OPEN, PROMPT, STEP, PREFILL, CHUNKED, RESERVE, EXECUTE, DONE, DONE_ANY, ROLLBACK, COMMIT, LIE, FORK, TRUNCATE, CLOSE
-    CLOSE_FINISHED, DEFER_CLOSE, UNSHARE, COMPACT, EVICT_BLOCKS, PIN, MATCH, EVICT, FLUSH, LOAD, LOADED, ALLOC, INCREF
+    DEFER_CLOSE, UNSHARE, COMPACT, EVICT_BLOCKS, PIN, MATCH, EVICT, FLUSH, LOAD, LOADED, ALLOC, INCREF
     DECREF, MARK_CACHED, TOUCH, CAN, EVENTS, STALE, READ, BIND, RESET, RESIZE, KEEP, NUM_WORDS
 
 cdef enum:
@@ -639,14 +639,7 @@ cdef class Run(Calls):
             self.handles[0], n = self.load[i].handle, 1
         else:
             n = min(self.pick_rows(w, MOST_ROWS), 1 + <int32_t>(w.a & 1))
-        if self.op == CLOSE_FINISHED:
-            mask = [bool(w.b >> i & 1) for i in range(n)]
-            given = [self.handles[i] for i in range(n)]
-            if self.call("pool.close_finished", self.pool.close_finished, (given, mask)) is not None:
-                for i in range(n):
-                    if mask[i]:
-                        self.forget(self.handles[i])
-        elif self.call_close(n):
+        if self.call_close(n):
             for i in range(n):
                 self.forget(self.handles[i])
         return 0
@@ -1451,7 +1444,7 @@ ctypedef int (*Op)(Run, const Word*) except -1
 cdef Op[NUM_WORDS] OPS
 OPS = [                         # in the order of WORDS
     Run.op_open, Run.op_prompt, Run.op_step, Run.op_step, Run.op_chunk, Run.op_reserve, Run.op_execute, Run.op_done,
-    Run.op_done, Run.op_rollback, Run.op_commit, Run.op_lie, Run.op_fork, Run.op_truncate, Run.op_close, Run.op_close,
+    Run.op_done, Run.op_rollback, Run.op_commit, Run.op_lie, Run.op_fork, Run.op_truncate, Run.op_close,
     Run.op_defer, Run.op_unshare, Run.op_compact, Run.op_evict_blocks, Run.op_prompt, Run.op_match, Run.op_evict,
     Run.op_flush, Run.op_prompt, Run.op_loaded, Run.op_alloc, Run.op_incref, Run.op_decref, Run.op_cached,
     Run.op_cached, Run.op_step, Run.op_events, Run.op_stale, Run.op_read, Run.op_bind, Run.op_reset, Run.op_resize,

@@ -28,7 +28,7 @@ from tests.verify import builds, run
 from tests.verify.twin import WORDS_PER_RUN as WORDS_BESIDE_MODEL
 from tests.verify.twin import Twin
 
-CALLS_MAX = 300_000
+CALLS_MAX = 1_000_000
 #: It changes an order in which things leave, and no content: the plain model finds it.
 OF_THE_MODEL = (
     "checkpoint outlives its keys", "kept unit leaves at its turn", "directive ends with the node at which it ended"

@@ -18,8 +18,8 @@ CAP = 160  # tokens that a row may have
 #: Every feature of the core is a word. Usual weights; a run draws its own around them.
 WEIGHTS: dict[str, float] = {
     **{"open": 3, "prompt": 8, "step": 24, "prefill": 8, "chunk": 4, "reserve": 2, "execute": 4, "done": 18},
-    **{"done_any": 3, "rollback": 5, "commit": 12, "lie": 2, "fork": 5, "truncate": 4, "close": 6},
-    **{"close_finished": 1, "defer_close": 1, "unshare": 4, "compact": 3, "evict_blocks": 2, "pin": 1, "match": 1},
+    **{"done_any": 3, "rollback": 5, "commit": 12, "lie": 2, "fork": 5, "truncate": 4, "close": 7},
+    **{"defer_close": 1, "unshare": 4, "compact": 3, "evict_blocks": 2, "pin": 1, "match": 1},
     **{"evict": 1, "flush": 0.5, "load": 4, "loaded": 4, "alloc": 2, "incref": 1, "decref": 3, "mark_cached": 4},
     **{"touch": 2, "can": 2, "events": 1, "stale": 1, "read": 2, "bind": 0.5, "reset": 0.05, "resize": 3, "keep": 8},
 }

@@ -8,7 +8,7 @@ from typing import Any
 import kvpool
 
 CALLS = (
-    *("open", "loaded", "fork", "truncate", "close", "close_finished", "defer_close", "can", "step", "reserve", "done"),
+    *("open", "loaded", "fork", "truncate", "close", "defer_close", "can", "step", "reserve", "done"),
     *("rollback", "unshare", "compact", "evict_blocks", "reset", "resize"),
 )
 

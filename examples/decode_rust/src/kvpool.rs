@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_int, c_void};
 
 pub const MAGIC: u64 = 0x6b76706f6f6c4331;
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 pub const SLOT_MAPPING: i32 = 2;
 
 #[repr(C)]
@@ -36,11 +36,12 @@ pub struct Api {
     pub raise_error: unsafe extern "C" fn() -> *mut c_void,
     pub open: unsafe extern "C" fn(Pool, i64, *mut i64) -> c_int,
     pub open_prompt:
-        unsafe extern "C" fn(Pool, *const i32, i64, *const c_char, i64, *mut i64, *mut i64) -> c_int,
+        unsafe extern "C" fn(Pool, *const i32, i64, *const c_char, i64, *const Keep, *mut i64, *mut i64) -> c_int,
     pub fork: unsafe extern "C" fn(Pool, i64, i64, *mut i64) -> c_int,
     pub truncate: unsafe extern "C" fn(Pool, *const i64, *const i64, i64) -> c_int,
     pub close: unsafe extern "C" fn(Pool, *const i64, i64) -> c_int,
-    pub commit: unsafe extern "C" fn(Pool, *const i64, *const i64, i64, *const i32, i64) -> c_int,
+    pub commit:
+        unsafe extern "C" fn(Pool, *const i64, *const i64, i64, *const i32, i64, *const Keep) -> c_int,
     pub step: unsafe extern "C" fn(Pool, Plan, *const i64, *const i64, i64, i32) -> c_int,
     pub step_padded:
         unsafe extern "C" fn(Pool, Plan, *const i64, *const i64, i64, i32, i64, i64) -> c_int,
@@ -55,10 +56,6 @@ pub struct Api {
     pub digest: unsafe extern "C" fn(Pool, *mut u64) -> c_int,
     pub group_array: unsafe extern "C" fn(Plan, i32, i32, *mut Array) -> c_int,
     pub group_table: unsafe extern "C" fn(Pool, i64, i32, *mut *const i32, *mut i64) -> c_int,
-    pub open_kept:
-        unsafe extern "C" fn(Pool, *const i32, i64, *const c_char, i64, *const Keep, *mut i64, *mut i64) -> c_int,
-    pub commit_kept:
-        unsafe extern "C" fn(Pool, *const i64, *const i64, i64, *const i32, i64, *const Keep) -> c_int,
     pub tick: unsafe extern "C" fn(Pool, i64) -> c_int,
     pub limit_kept: unsafe extern "C" fn(Pool, *const c_char, i64, i64) -> c_int,
     pub resize: unsafe extern "C" fn(Pool, i64, i32, *mut i32, i64, *mut i64) -> c_int,

@@ -36,7 +36,7 @@ cdef void operate(State* pool, Plan plan, uint64_t r) noexcept nogil:
         number.scalar = q.num_tokens // 2
         pool_truncate(pool, &row, &number, &v)
     else:
-        pool_close(pool, &row, NULL, &v)
+        pool_close(pool, &row, &v)
 
 
 def hammer(Pool pool, uint64_t seed, int64_t operations):
