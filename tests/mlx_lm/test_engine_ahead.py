@@ -142,7 +142,8 @@ def test_failure_takes_both_steps_back_and_the_engine_goes_on(model, when, monke
         for _ in range(4):
             engine.step()
         before = engine.scheduler.tokens_of(id).tolist()
-        broken = {"begin": (Engine, "_run"), "read": (module, "_likeliest"), "scheduled": (engine.scheduler, "schedule")}
+        broken = {"begin": (Engine, "_run"), "read": (module, "_likeliest")}
+        broken["scheduled"] = engine.scheduler, "schedule"
         schedule = engine.scheduler.schedule  # behind which a signal raises
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(*broken[when], lambda *arguments: (when == "scheduled" and schedule(), 1 / 0))
