@@ -4,6 +4,7 @@ The constructors pass their arguments to `Pool` and `Plan`. So the error of a wr
 ``__cinit__()``.
 """
 
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -155,7 +156,8 @@ def anchored(array, name, call):
     """
     if not isinstance(array, np.ndarray):
         raise TypeError(f"[{call}] {name} must be an ndarray, not {type(array).__name__}")
-    owner = array = np.ndarray.view(array, np.ndarray)
+    array = np.ndarray.view(array, np.ndarray)
+    owner: Any = array
     anchors = []
     while isinstance(owner, (np.ndarray, memoryview)):
         if isinstance(owner, np.ndarray):
