@@ -4,9 +4,9 @@
     python -m benchmarks.vllm
 
 Ratios of CPU time: calls on vLLM's block objects, its own pool / kvpool's; then the scheduler's work (`schedule` and
-`update_from_output`) in decode steps, kvpool's / its own, and the share of kvpool's blocks. Then the connector: saves
-and loads beside `cat` of the same files, by the clock, and steps while saves are written in the background. The sides
-take turns in one process; the median of 15 rounds counts.
+`update_from_output`) in decode steps, kvpool's / its own, and the share of kvpool's blocks. Before these the connector:
+steps while saves are written in the background, and saves and loads beside `cat` of the same files, by the clock. The
+sides take turns in one process; the median of 15 rounds counts.
 """
 
 import cProfile
@@ -161,7 +161,7 @@ def beside_cat(folder):
 
 
 def beside_saves(folder):
-    """Clock and CPU time of 10 decode steps of 16 rows / those of 10 alone: while another process spins, while
+    """Clock and CPU time of 4 decode steps of 16 rows / those of 4 alone: while another process spins, while
     128 MiB are written in the background. PyTorch has one thread, so that two cores suffice.
     """
     torch.set_num_threads(1)
@@ -173,7 +173,7 @@ def beside_saves(folder):
     def steps():
         one.step()  # caches are cold behind a start of a process, or the copy of what is saved
         begin, cpu = time.perf_counter(), time.thread_time()
-        for _ in range(10):
+        for _ in range(4):
             one.step()
         return np.array((time.perf_counter() - begin, time.thread_time() - cpu))
 
@@ -195,6 +195,9 @@ def beside_saves(folder):
 
 
 def main():
+    for measured in (beside_saves, beside_cat):  # steps first: behind the others they take several times as long
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            print(measured.__name__, measured(Path(folder)), flush=True)
     for name, found in calls().items():
         print(f"{name:20} {found:6.2f}", flush=True)
     kept = []  # vLLM's process groups end with the first engine that does
@@ -202,9 +205,6 @@ def main():
         kept.append([decoding(kind, rows) for kind in (BlockPool, KVPoolBlocks)])
         ours = ratio(kept[-1][::-1], steps)
         print(f"scheduler, {rows:3} rows  {ours:6.3f}, blocks have {share(kept[-1][1]):.2%}", flush=True)
-    for measured in (beside_cat, beside_saves):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            print(measured.__name__, measured(Path(folder)), flush=True)
 
 
 if __name__ == "__main__":
