@@ -643,15 +643,16 @@ class DiskStore:
             if growing is None:
                 return self._count(dropped=len(records))
             self._refusal = ""
-            for record in records[:count]:
-                growing.names.append(record.name)
-                growing.offsets.append(growing.end)
-                with self._lock:
+            begun = growing.end
+            with self._lock:
+                for record in records[:count]:
+                    growing.names.append(record.name)
+                    growing.offsets.append(growing.end)
                     if growing.number in self._segments:
                         self._index.add(record.name, growing.number, growing.end)
-                    self._held_nbytes += record.nbytes
-                growing.end += record.nbytes
-                self._count(written_nbytes=record.nbytes)
+                    growing.end += record.nbytes
+                self._held_nbytes += growing.end - begun
+            self._count(written_nbytes=growing.end - begun)
             del records[:count]
 
     def _appended(self, records: list[_Record]) -> tuple[_Growing | None, int]:
