@@ -20,9 +20,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -363,35 +364,48 @@ def tables(runs: Runs) -> Iterator[str]:
     yield f"the same text from all servers: {same_texts(runs):.1%} of the chats"
 
 
-OVERHEAD = 0.05
+OVERHEAD = 0.1
 NO_END = {256: -100.0}  # of the tiny model: answers are as long as they may be
-AT_ONCE = Shape(RUNNING, float("inf"), 1, 64, "16", "100")  # all at once; nearly all steps are 64 decodes
+AT_ONCE = Shape(RUNNING, float("inf"), 1, 64, "16")  # all at once; nearly all steps are 64 decodes
+SHORT, LONG = 100, 400  # tokens of answers: their difference has no cost of a request
 
 
 def overhead(model: str, repetitions: int) -> Gate:
-    """Return the share of a step that HTTP takes. Server and engine take turns."""
-    by_http, alone = zip(*((_by_http(model, seed), _alone(model, seed)) for seed in range(repetitions)), strict=True)
-    ours, base = median(by_http), median(alone)
-    note = f"{1e6 * (ours - base):.0f} us more than {1e6 * base:.0f} us of a token, {RUNNING} streams"
-    return Gate("CPU time of HTTP, share of a step", ours / base - 1, OVERHEAD, True, note)
+    """Return the share of a token that HTTP takes, and say what a request takes besides. The runs take turns."""
+    times: dict[tuple[Callable[[str, int, int], float], int], list[float]] = {}
+    for seed in range(repetitions):
+        for run, length in product((_by_http, _alone), (SHORT, LONG)):
+            times.setdefault((run, length), []).append(run(model, seed, length))
+
+    def shares(run: Callable[[str, int, int], float]) -> tuple[float, float]:
+        """Return the CPU seconds of a token, and of a request without its tokens."""
+        short, long = median(times[run, SHORT]), median(times[run, LONG])
+        token = (long - short) / (LONG - SHORT)
+        return token, short - SHORT * token
+
+    (ours, request), (base, engine) = shares(_by_http), shares(_alone)
+    more = f"{1e6 * (ours - base):.0f} us more than {1e6 * base:.0f} us of a token, {RUNNING} streams"
+    note = f"{more}; {1e3 * (request - engine):.1f} ms more than {1e3 * engine:.1f} ms of a request"
+    return Gate("CPU time of HTTP, share of a token", ours / base - 1, OVERHEAD, True, note)
 
 
-def _endless(seed: int) -> list[Chat]:
-    """Return chats whose answers are as long as they may be."""
+def _endless(seed: int, length: int) -> list[Chat]:
+    """Return chats whose answers have this length."""
     bias = {str(token): bias for token, bias in NO_END.items()}
-    return [replace(chat, fields=(("logit_bias", bias),)) for chat in replace(AT_ONCE, seed=seed).chats()]
+    chats = replace(AT_ONCE, seed=seed, output=f"{length}").chats()
+    return [replace(chat, fields=(("logit_bias", bias),)) for chat in chats]
 
 
-def _by_http(model: str, seed: int) -> float:
-    """Return CPU seconds of a token that the server sends."""
+def _by_http(model: str, seed: int, length: int) -> float:
+    """Return the CPU seconds of an answer that the server sends."""
     with started(SERVERS["kvpool"], model) as server:
-        send(server, _endless(seed + 1000))
-        found = result(*send(server, _endless(seed)))
-    return found.cpu / found.num_tokens if not found.failures else float("nan")
+        send(server, _endless(seed + 1000, SHORT))
+        found = result(*send(server, _endless(seed, length)))
+    return found.cpu / RUNNING if not found.failures else float("nan")
 
 
-def _alone(model: str, seed: int) -> float:
-    """Return CPU seconds of a token of the engine."""
+def _alone(model: str, seed: int, length: int) -> float:
+    """Return the CPU seconds of an answer of the engine."""
     from kvpool.adapters.mlx_lm import Engine, loading
 
     loaded, tokenizer = loading.load(model)
@@ -399,13 +413,12 @@ def _alone(model: str, seed: int) -> float:
     budgets: dict[str, Any] = {"max_running": RUNNING, "prefill_chunk": CHUNK}
     budgets["max_step_tokens"] = max(2 * CHUNK, RUNNING)
     with Engine(loaded, 2048, tokenizer=tokenizer, **budgets) as engine:
-        for number in (seed + 1000, seed):
-            chats = _endless(number)
+        for chats in (_endless(seed + 1000, SHORT), _endless(seed, length)):
             prompts = [chat.as_json()["body"]["messages"] for chat in chats]
             begin = time.process_time()
             engine.batch(prompts, max_tokens=chats[0].max_tokens, logit_bias=NO_END)
             seconds = time.process_time() - begin
-    return seconds / sum(chat.max_tokens for chat in chats)
+    return seconds / RUNNING
 
 
 # ---------------------------------------------------------------------------------------------------------- the command

@@ -226,6 +226,10 @@ class ChatAnswer(Answer):
         is_called = reader.num_calls > 0 and not reader.is_cut
         return {"index": index, "delta": said, "logprobs": listed} | end.named(is_called)
 
+    def _usage(self, completions: Sequence[Completion]) -> Told:
+        told = sum(self._manner.num_reasoned(sample) for one in completions for sample in one.samples)
+        return super()._usage(completions) | {"completion_tokens_details": {"reasoning_tokens": told}}
+
     def _logprob(self, one: TokenEvent) -> Told:
         return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*pair) for pair in one.top]}
 
@@ -248,7 +252,8 @@ class BlockAnswer:
 
     def __init__(self, model: str, body: ChatRequest, prompt_tokens: int, manner: Manner, asked: Any = None) -> None:
         self._asked = asked  # the request, of which `body` is the chat
-        self._model, self._body, self._prompt_tokens, self._reader = model, body, prompt_tokens, Reader(manner)
+        self._model, self._body, self._prompt_tokens, self._manner = model, body, prompt_tokens, manner
+        self._reader = Reader(manner)
         self._blocks: list[Told] = []  # as a stream begins them
         self._kinds: list[str] = []
         self._said: list[str] = []  # in each block

@@ -174,7 +174,7 @@ class Service:
             if status != 200 or scope["path"] not in POLLED:
                 path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
                 told = {"id": _id(), "tenant": state.get("tenant"), "status": status or "no answer"}
-                told |= {} if "run" not in state else state["run"].told
+                told |= {} if "run" not in state else state["run"].told | state.get("scored", {})
                 told |= {"total": round(time.monotonic() - began, 3)}
                 told |= {name: state.get(name) for name in ("ignored", "error")}
                 _log.info("%s %s", scope["method"], path, extra={"told": told})
@@ -200,6 +200,7 @@ class Service:
         if body.scores:
             completions = await self._score(request, body, answer, prompts)
             if body.max_tokens == 0:
+                request.state.scored = {"prompt": sum(map(len, prompts)), "generated": 0}
                 return _answered(answer.whole(completions))
         return await self._answer(request, body, answer, prompts, Manner())
 
@@ -552,7 +553,9 @@ class Stream(Response):
 
     async def _ping(self) -> None:
         while True:
-            await asyncio.sleep(PING_SECONDS)
+            await asyncio.sleep(0.9 * PING_SECONDS)
+            self._run.look()
+            await asyncio.sleep(0.1 * PING_SECONDS)
             self._run.put((0, None))
 
     async def _pieces(self, state: dict[str, Any]) -> None:
@@ -575,7 +578,7 @@ class Stream(Response):
 
     def _sign(self) -> list[bytes]:
         """Return a comment, while a prompt is read with how far that is; and what this API has for that."""
-        read, known = self._run.look(), sum(map(len, self._run.prompts))
+        read, known = self._run.num_read, sum(map(len, self._run.prompts))
         comment = f"{read} of {known} prompt tokens are read" if read < known else "the answer goes on"
         return [f": {comment}\n".encode(), self._answer.ping or b"\n"]
 

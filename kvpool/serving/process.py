@@ -120,7 +120,7 @@ async def serve(
 
     It raises what `make` raises, and OSError if another process listens at the address by now.
     """
-    metrics, loop = ServerMetrics(), asyncio.get_running_loop()
+    metrics, loop = ServerMetrics(settings.names[0]), asyncio.get_running_loop()
     runner = Runner(make, metrics.ended)
     ended = asyncio.create_task(_signals(loop).wait())
     loaded = asyncio.create_task(runner.start())

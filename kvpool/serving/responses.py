@@ -223,7 +223,7 @@ class ResponseAnswer(BlockAnswer):
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": written,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._manner.num_reasoned(sample)},
             "total_tokens": self._prompt_tokens + written,
         }
         items = [self._item(index) for index in range(len(self._blocks))]

@@ -236,7 +236,7 @@ class Run:
         self.prompts, self.options, self._runner, self._listens = prompts, options, runner, listens
         self.ids: list[Hashable] = []  # of the thread: the engine's
         self.completions: dict[int, Completion] = {}  # of the prompts, by number
-        self.num_read = self._num_heard = 0  # tokens: of the prompts, when `look` was last called; of the answer
+        self.num_read = self._num_heard = 0  # tokens: of the prompts, after `look`; of the answer
         self._most = UNREAD // (1 + options.get("top_logprobs", 0))
         self._items: list[Any] = []  # that nobody has read
         self._came = asyncio.Event()
@@ -257,10 +257,9 @@ class Run:
     def _end(self) -> None:
         self._runner.call(self._runner.cancel, self)
 
-    def look(self) -> int:
-        """Have the engine count the prompt tokens that it has read. Return how many these were the last time."""
+    def look(self) -> None:
+        """Have the engine count the prompt tokens that it has read, behind its present step: `num_read`."""
         self._runner.call(_look, self)
-        return self.num_read
 
     @property
     def told(self) -> dict[str, Any]:

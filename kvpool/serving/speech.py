@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpool.adapters.mlx_lm.chat import TAIL
+from kvpool.adapters.mlx_lm.engine import Sample
 from kvpool.adapters.mlx_lm.grammar import SPACES
 
 MOST_CALLS = 16  # of an answer whose calls a grammar forces
@@ -29,19 +31,30 @@ class Manner:
     parse: Callable[[str], Any] = json.loads  # reads what is between the marks
     is_one: bool = False  # the answer ends with its first call
     by_grammar: bool = False  # calls are those of `grammar_of_calls`, in any model
+    decode: Callable[[Sequence[int]], str] = str  # the tokenizer's
 
     @classmethod
     def of(cls, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any], by_grammar: bool, is_one: bool) -> Manner:
         """Return the manner of an answer to this prompt."""
-        think, thinks_first = None, False
+        manner = cls(by_grammar=by_grammar and bool(tools), decode=tokenizer.decode)
         if tokenizer.has_thinking:
             think, tail = (tokenizer.think_start, tokenizer.think_end), len(prompt) - TAIL
             thinks_first = tokenizer.rfind_think_start(prompt, tail) > tokenizer.rfind_think_end(prompt, tail)
+            manner = replace(manner, think=think, thinks_first=thinks_first)
         if not tools or by_grammar:
-            return cls(think, thinks_first, by_grammar=by_grammar and bool(tools))
+            return manner
         own = (tokenizer.tool_call_start, tokenizer.tool_call_end)
         names = {tool["function"]["name"] for tool in tools}
-        return cls(think, thinks_first, own, names, lambda text: tokenizer.tool_parser(text, tools), is_one)
+        return replace(
+            manner, call=own, names=names, parse=lambda text: tokenizer.tool_parser(text, tools), is_one=is_one
+        )
+
+    def num_reasoned(self, sample: Sample) -> int:
+        """Return how many tokens of a sample are reasoning, with the mark that closes it."""
+        if not self.think or not (self.thinks_first or sample.text.lstrip().startswith(self.think[0])):
+            return 0
+        tokens, closes = sample.tokens.tolist(), self.think[1]
+        return bisect(range(len(tokens)), 0, key=lambda number: closes in self.decode(tokens[:number]))
 
     @property
     def stops(self) -> list[str]:

@@ -27,6 +27,7 @@ MOST_LINES = 1024  # that wait for stderr; more are dropped
 LAST_SECONDS = 1.0  # for the last lines
 SECONDS = 10.0  # between two lines of `report`
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)  # of times
+NAMED = ["model_name"]  # vLLM's label: its dashboards ask for it
 THEIRS: dict[str, Callable[[Any], float]] = {  # of vLLM: statistics of the scheduler with the same meaning
     "vllm:num_requests_running": lambda now: now.prefilling + now.decoding,
     "vllm:num_requests_waiting": lambda now: now.waiting,
@@ -115,10 +116,13 @@ async def report(engine: Engine, now: Callable[[], float] = time.monotonic) -> N
 
 
 class ServerMetrics:
-    """The statistics of a server, some by the names of vLLM, too. Cancelled requests do not count in the times."""
+    """The statistics of a server, some by the names of vLLM, too, which have the name of the `model` as vLLM's do.
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+    Cancelled requests do not count in the times.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._registry, self._model = CollectorRegistry(), model
         self._queued = self._times("queue", "request_queue_time", "From the arrival of a request to its first blocks.")
         self._first = self._times(*("time_to_first_token",) * 2, "From the arrival of a request to its first token.")
         text = "Mean time between two tokens of a sample."
@@ -130,8 +134,9 @@ class ServerMetrics:
 
     def _times(self, ours: str, theirs: str, help: str) -> Callable[[float], None]:
         """Return what notes a time, by both names."""
-        names = f"kvpool_{ours}_seconds", f"vllm:{theirs}_seconds"
-        both = [Histogram(name, help, buckets=BUCKETS, registry=self._registry) for name in names]
+        own = Histogram(f"kvpool_{ours}_seconds", help, buckets=BUCKETS, registry=self._registry)
+        other = Histogram(f"vllm:{theirs}_seconds", help, NAMED, buckets=BUCKETS, registry=self._registry)
+        both = own, other.labels(self._model)
 
         def note(seconds: float) -> None:
             for one in both:
@@ -150,10 +155,13 @@ class ServerMetrics:
         own = (metric for one in self._memory for metric in one.metrics())
         yield from Collector(engine.kv.pool, engine.scheduler, lambda: [*engine.metrics(), *own]).collect()
         stats, pool = engine.scheduler.stats(), engine.kv.pool.stats()
-        for name, value in THEIRS.items():
-            family = GaugeMetricFamily if "requests" in name else CounterMetricFamily
-            yield family(name, "See vLLM.", value(stats))
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "See vLLM.", pool.used / (pool.num_blocks - pool.reserved))
+        found = {name: value(stats) for name, value in THEIRS.items()}
+        found["vllm:kv_cache_usage_perc"] = pool.used / (pool.num_blocks - pool.reserved)
+        for name, number in found.items():
+            is_gauge = "requests" in name or "usage" in name
+            family = (GaugeMetricFamily if is_gauge else CounterMetricFamily)(name, "See vLLM.", labels=NAMED)
+            family.add_metric([self._model], number)
+            yield family
 
     def ended(self, completion: Completion) -> None:
         """Count a completion."""

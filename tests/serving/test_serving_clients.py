@@ -196,6 +196,9 @@ def test_prompt_is_scored_as_an_answer_is(server):
     status, scored = server.post("/v1/completions", scoring)
     found = scored["choices"][0]
     assert status == 200 and found["text"] == "The block" + answer["text"] and scored["usage"]["completion_tokens"] == 0
+    server.idle_metrics()
+    count = scored["usage"]["prompt_tokens"]
+    assert any(b"prompt=%d cached=" % count in line and b" generated=0 " in line for line in server.errors)
     told = found["logprobs"]
     assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
     assert told["token_logprobs"][len(tokens) :] == pytest.approx(answer["logprobs"]["token_logprobs"], abs=1e-4)
@@ -308,8 +311,9 @@ def test_statistics_have_the_names_of_vllm_too(server):
         ("e2e_request_latency_seconds_count", "kvpool_request_seconds_count"),
         ("time_to_first_token_seconds_sum", "kvpool_time_to_first_token_seconds_sum"),
     ):
-        assert found[f"vllm:{theirs}"] == found[ours]
-    assert found["vllm:prompt_tokens_total"] >= 40 and found["vllm:num_requests_running"] == 0
+        assert found[f'vllm:{theirs}{{model_name="tiny"}}'] == found[ours]
+    label = '{model_name="tiny"}'
+    assert found[f"vllm:prompt_tokens_total{label}"] >= 40 and found[f"vllm:num_requests_running{label}"] == 0
 
 
 def test_dashboard_shows_statistics_that_there_are(server):

@@ -192,10 +192,14 @@ def test_form_and_calls_begin_behind_the_thought_that_the_prompt_opens(client, t
 
 
 @on("bytes", "merges")
-def test_reasoning_is_told_apart_in_both_apis(client, messenger):
+def test_reasoning_is_told_apart_in_both_apis(client, messenger, tokenizer):
     form = {"type": "regex", "regex": "<think>\n[ab]{3,9}</think>\n\n[xy]{2,5}"}
     body = {"model": "tiny", "messages": ASKED, "max_tokens": 60, "seed": 3, "extra_body": {"response_format": form}}
-    message = client.chat.completions.create(**body).choices[0].message
+    answer = client.chat.completions.create(**body)
+    message = answer.choices[0].message
+    thought, rest = f"<think>\n{message.reasoning_content}</think>", f"\n\n{message.content}"
+    told, usage = answer.usage.completion_tokens_details.reasoning_tokens, answer.usage
+    assert 1 < told <= len(thought) and 0 < usage.completion_tokens - told <= len(rest) + 1, told  # a byte each at most
     assert set(message.reasoning_content) <= set("ab") and set(message.content) <= set("xy") and message.content
     said = {"reasoning_content": "", "content": ""}
     for chunk in client.chat.completions.create(**body, stream=True):
