@@ -329,6 +329,8 @@ _RULES = {name: rule for rule, names in _TYPES.items() for name in names.split()
 _PERIODS = {"gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "llama": 1, "ministral3": 1, "mistral": 1, "olmo3": 4}
 """Types with windows in the layers that layer_types names; without it, in all but every so many."""
 
+_MAX_LAYERS = 1 << 16  # each is listed
+
 _DBRX = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 
 
@@ -358,6 +360,8 @@ def _read_groups(fields: Mapping[str, Any], dtype: str) -> tuple[LayerGroup, ...
 
 def _sliding(name: str, fields: Mapping[str, Any]) -> list[bool]:
     count, types = _size(fields, "num_hidden_layers"), fields.get("layer_types")
+    if count > _MAX_LAYERS:
+        raise ValueError(f"[config] num_hidden_layers is {count}, the limit is {_MAX_LAYERS}")
     if types:
         unknown = [kind for kind in types if kind not in _ATTENTION] if isinstance(types, list) else [types]
         if unknown:

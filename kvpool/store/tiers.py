@@ -163,7 +163,12 @@ class TieredStore:
         return all([tier.drain(timeout) for tier in self.tiers])
 
     def stats(self) -> dict[str, TierStats]:
-        return {name: stats for tier in self.tiers for name, stats in tier.stats().items()}
+        """Return the statistics of all tiers. The second one of a name has " 2" behind it."""
+        found: dict[str, TierStats] = {}
+        for name, stats in (pair for tier in self.tiers for pair in tier.stats().items()):
+            same = sum(known.partition(" ")[0] == name for known in found)
+            found[f"{name} {same + 1}" if same else name] = stats
+        return found
 
     def close(self) -> None:
         for tier in self.tiers:

@@ -263,6 +263,7 @@ MODEL = r"^\[config\] mlx-lm \S+ cannot size model_type"
         (LLAMA_8B | {"layer_types": ["x" * 10_000]}, r"^\[config\] layer_types has .{0,80}\.\.\., known are .*$"),
         (LLAMA_8B | {"layer_types": [FULL] * 3}, r"^\[config\] layer_types has 3 items, the model 32 layers$"),
         (LLAMA_8B | {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        (LLAMA_8B | {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, the limit is 65536$"),
         (LLAMA_8B | {"layer_types": [SLIDING] * 32}, "sliding_window is missing"),
         (LLAMA_8B | {"model_type": 7}, r"^\[config\] model_type is missing or no string \(7\)"),
         (gemma3() | {"text_config": 5}, "text_config must be an object, got 5"),

@@ -120,6 +120,15 @@ def test_tiers_answer_for_each_other(tmp_path):
     kit.loads(tiers, blocks, range(11, 15))
 
 
+def test_tiers_of_one_kind_are_counted_apart():
+    near, far = MemoryStore(kit.LAYOUT, 4000), MemoryStore(kit.LAYOUT, 1 << 20)
+    kit.stores(far, kit.LAYOUT.blocks(kit.prompt(1))[0])
+    assert {name: stats.blocks for name, stats in TieredStore([near, far]).stats().items()} == {
+        "memory": 0,
+        "memory 2": 15,
+    }
+
+
 def test_block_that_the_last_tier_refused_is_lacking_until_it_has_it(tmp_path):
     memory, disk = MemoryStore(kit.LAYOUT, 1 << 20), DiskStore(str(tmp_path / "store"), kit.LAYOUT, 1 << 24)
     tiers, blocks = TieredStore([memory, disk]), kit.LAYOUT.blocks(kit.prompt(1))[0]
