@@ -123,8 +123,10 @@ class Answer:
 
     def ending(self, completions: Sequence[Completion]) -> list[bytes]:
         """Return what a stream ends with."""
+        if not self._wants_usage:
+            return [event("[DONE]")]
         last = {**self._head, "object": self.piece_kind, "choices": [], "usage": self._usage(completions)}
-        return [event(last)] * self._wants_usage + [event("[DONE]")]
+        return [event(last), event("[DONE]")]
 
     def failure(self, message: str) -> list[bytes]:
         """Return the events of a stream that ends with an error."""
