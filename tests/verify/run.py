@@ -54,6 +54,11 @@ def finding_of(run: Callable[[], None]) -> str | None:
     return None
 
 
+def whole(pool: Any, shape: Shape, words: int, trace: list[Any] | None = None) -> str | None:
+    """Make a run on a pool that has the options of its shape, and leave it open. Returns what is wrong."""
+    return finding_of(lambda: Run(shape, lambda **options: pool, trace).run(words))
+
+
 def search(
     seed: int,
     *,

@@ -10,7 +10,6 @@ from kvpool import Group
 from kvpool.testing import ModelPool
 from tests.verify import run
 from tests.verify.__main__ import main
-from tests.verify._verify import Run
 from tests.verify.twin import WORDS_PER_RUN, Twin
 from tests.verify.words import KINDS, WORDS, faces, shape_of
 
@@ -71,11 +70,10 @@ def test_core_that_evicts_does_what_the_model_does(runs, kinds):
     """In hits, lengths, tables and counts; and rows read what they must."""
     evicting = 0
     for seed in range(runs):
-        pools = []
-        one = Run(tiny(seed, kinds), lambda pools=pools, **options: pools.append(Twin(**options)) or pools[0])
-        finding = run.finding_of(lambda one=one: one.run(60))
-        evicting += pools[0].stats().evictions > 0
-        one.shutdown()
+        shape = tiny(seed, kinds)
+        with Twin(**shape.pool) as pool:
+            finding = run.whole(pool, shape, 60)
+            evicting += pool.stats().evictions > 0
         assert finding is None, f"seed {seed}: {finding}"
     assert evicting > runs // 5, "few runs met an eviction"
 
