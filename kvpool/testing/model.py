@@ -7,17 +7,6 @@ and the pending steps whenever they are needed, and a step rebuilds its plan fro
 `kvpool.Pool`.
 
 One difference from the core: `digest` and `fingerprint` are other functions, which say only whether something changed.
-
-Examples
---------
->>> from kvpool.testing.model import ModelPlan, ModelPool
->>> pool = ModelPool(num_blocks=8, block_size=4)
->>> plan = ModelPlan(pool, max_rows=2, max_tokens=8)
->>> seq = pool.open()
->>> pool.step(plan, [seq], 5)
->>> plan.slot_mapping.tolist()
-[4, 5, 6, 7, 8]
->>> pool.done(plan)
 """
 
 from __future__ import annotations
@@ -39,6 +28,7 @@ from kvpool.testing.model_prefix import LOADED, CacheModel, Entry, ModelPrefix, 
 from kvpool.testing.model_state import (
     HOLE,
     LOCAL_BITS,
+    SLOT_BITS,
     Arena,
     Change,
     Judged,
@@ -56,7 +46,6 @@ from kvpool.testing.model_state import (
 TAIL = 16  #: tokens at the end of a prompt that the next turn may rewrite, unless `cut` says more
 #: What a row needs in one group: entries to replace as (index, valid tokens), and how many to append.
 Need = tuple[list[tuple[int, int]], int]
-Ask = Callable[[int, Layers, Judged], Need]  #: what a row needs, when those before have what they need
 
 
 @dataclass(eq=False)
@@ -74,13 +63,6 @@ class Opening:
     @property
     def nodes(self) -> list[Node]:
         return [node for node in self.path if len(node.prefix) <= self.hit]
-
-
-def _size_of(layer: Layers) -> dict[str, Any]:
-    """What a group says of the size of its arena."""
-    if layer.kind == "state":
-        return {"size": layer.arena.num_blocks}
-    return {} if layer.group.num_blocks is None else {"num_blocks": layer.arena.num_blocks}
 
 
 class ModelPool(CacheModel, AbstractContextManager):
@@ -261,7 +243,10 @@ class ModelPool(CacheModel, AbstractContextManager):
             seq.is_closed = True
             return
         self._pop_all(seq)
-        self._retire(seq)
+        slot = seq.handle & (2**SLOT_BITS - 1)
+        del self._sequences[slot]
+        self._generations[slot] += 1
+        self._free_slots.append(slot)
 
     @public_call
     def close(self, handles: Any) -> None:
@@ -286,7 +271,7 @@ class ModelPool(CacheModel, AbstractContextManager):
         sizes = [one.num_blocks for one in self.arenas]
         for number, size in (num_blocks if isinstance(num_blocks, dict) else {arena: num_blocks}).items():
             one = self.arena_of("resize", number)
-            moves[one.number] = np.zeros((0, 2), np.int32)
+            moves[one.number] = None
             sizes[one.number] = args.integer("resize", "num_blocks", size, 1, 2**31 - 1)
         if self.pending:
             raise PlanStateError(f"[resize] step {self.pending[-1].id} is pending")
@@ -295,34 +280,35 @@ class ModelPool(CacheModel, AbstractContextManager):
         for one, size in zip(self.arenas, sizes, strict=True):
             self._refuse_size(one, size)
         for one, size in zip(self.arenas, sizes, strict=True):
-            name = one.resize(size) if size != one.num_blocks else {}
-            for layer in self.layers if name else ():
-                for table in [seq.tables[layer.index] for seq in self.sequences()] if layer.arena is one else ():
+            name = one.resize(size)
+            for layer in [layer for layer in self.layers if layer.arena is one]:
+                for table in [seq.tables[layer.index] for seq in self.sequences()]:
                     entries = [[name.get(block, block) for block in entry] for entry in table.entries]
                     table.epoch += entries != table.entries
                     table.entries = entries
-            if name:
-                self._rename(one, name)
-                moves[one.number] = np.array(list(name.items()), np.int32)
+            self._rename(one, name)
+            if one.number in moves:
+                moves[one.number] = np.array(list(name.items()), np.int32).reshape(-1, 2)
         self._most_nodes = max(self._most_nodes, self._nodes_for_all())
-        self.num_blocks = sizes[0]
-        groups = [replace(layer.group, **_size_of(layer)) for layer in self.layers]
+        groups = list(self.options.groups)
+        for layer in self.layers:
+            if layer.kind == "state":
+                groups[layer.index] = replace(layer.group, size=layer.arena.num_blocks)
+            elif layer.group.num_blocks is not None:
+                groups[layer.index] = replace(layer.group, num_blocks=layer.arena.num_blocks)
         self.options = self.options._replace(num_blocks=sizes[0], groups=tuple(groups))
         return moves if isinstance(num_blocks, dict) else moves[args.integer("resize", "arena", arena)]
 
     def _refuse_size(self, arena: Arena, size: int) -> None:
         """Whether an arena can have so many blocks."""
-        least = max(1, 0, *(() if arena.number else (self.options.watermark, self._bundle_size * self.has_cache)))
+        least = 1 if arena.number else max(1, self.options.watermark, self._bundle_size * self.has_cache)
         if size - arena.reserved < least:
             raise ValueError(f"[resize] {size} blocks for arena {arena.number}, {arena.reserved + least} are the least")
         slots = max((layer.block_size for layer in self.kv if layer.arena is arena), default=1)
         if size > arena.num_blocks and size * slots > 2**31 - 1 >= arena.num_blocks * slots:
             raise CapacityExceeded(f"[resize] {size} blocks of {slots} tokens have more slots than int32 names")
-        short_by = arena.used() - (size - arena.reserved)
-        if short_by > 0:
-            state = {"blank": len(arena.blank), "evictable": len(arena.evictable), "limbo": 0, "arena": arena.number}
-            message = f"[resize] {arena.used()} blocks are in use, {short_by} too many"
-            raise OutOfBlocks(message, needed=arena.used(), short_by=short_by, row=-1, handle=-1, **state)
+        if arena.used() > size - arena.reserved:
+            arena.out_of_blocks("resize", arena.used(), room=size - arena.reserved)
         if any(block >= size for block, count in arena.raw.items() if count):
             raise ValueError(f"[resize] a block behind {size} has raw references")
 
@@ -445,10 +431,11 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     # ---- steps ------------------------------------------------------------------------------------------
 
-    def _row_need(self, seq: Sequence, n: int, layer: Layers, judged: Judged) -> Need:
+    def _row_need(self, call: str, seq: Sequence, n: int, layer: Layers, judged: Judged) -> Need:
+        """What a row needs for new tokens; a reservation takes no states."""
         table, size, length = seq.tables[layer.index], layer.block_size, self.held(seq, layer)
         entries = table.entries
-        if n == 0:
+        if n == 0 or (call == "reserve" and layer.kind == "state"):
             return [], 0
         if layer.kind == "state":
             if not entries:
@@ -462,8 +449,11 @@ class ModelPool(CacheModel, AbstractContextManager):
         appended = self._num_entries(layer, table, room) - len(entries)
         return [(i, tokens) for i, tokens in valid if not judged.may_write(entries[i], tokens)], appended
 
-    def _judge(self, call: str, batch: list[Sequence], ask: Ask, partial: bool) -> list[Any]:
-        """What rows need in each group, None if they are not served; refuses the first that is short otherwise."""
+    def _judge(self, call: str, batch: list[Sequence], ask: Callable[..., Need], partial: bool = False) -> list[Any]:
+        """What rows need in each group, None if they are not served; refuses the first that is short otherwise.
+
+        `ask` tells it of a row in a layer, where those before have what they need.
+        """
         judged = [Judged(self, arena) for arena in self.arenas]
         room = [arena.available() for arena in self.arenas]
         total = [0] * len(self.arenas)
@@ -489,15 +479,6 @@ class ModelPool(CacheModel, AbstractContextManager):
             row, arena = short
             arena.out_of_blocks(call, total[arena.number], row=row, handle=batch[row].handle)
         return rows
-
-    def _judge_growth(self, call: str, batch: list[Sequence], new: list[int], partial: bool = False) -> list[Any]:
-        """The same for rows that get new tokens; a reservation takes no states."""
-
-        def ask(row: int, layer: Layers, judged: Judged) -> Need:
-            n = 0 if call == "reserve" and layer.kind == "state" else new[row]
-            return self._row_need(batch[row], n, layer, judged)
-
-        return self._judge(call, batch, ask, partial)
 
     def _refuse_plan(self, call: str, plan: ModelPlan) -> None:
         if not isinstance(plan, ModelPlan):
@@ -573,7 +554,9 @@ class ModelPool(CacheModel, AbstractContextManager):
             if call == "step" and shape is not None and total > shape[1]:
                 raise ValueError(f"[step] pad_to has room for {shape[1]} tokens, the batch has {total}")
             batch.append(seq)
-        needs = self._judge_growth(call, batch, new, partial)
+        needs = self._judge(
+            call, batch, lambda row, *where: self._row_need(call, batch[row], new[row], *where), partial
+        )
         self._start(plan, batch, needs, new if call == "step" else [0] * len(batch), shape)
 
     @public_call
@@ -594,28 +577,17 @@ class ModelPool(CacheModel, AbstractContextManager):
             places = self._not_own(seq, layer, lengths[row], first, judged) if other is layer else []
             return [(i, min(size, held - i * size)) for i in places], 0
 
-        needs = self._judge("unshare", batch, ask, False)
+        needs = self._judge("unshare", batch, ask)
         self._start(plan, batch, needs, [0] * len(batch), None)
 
     def _start(
         self, plan: ModelPlan, batch: list[Sequence], needs: list[Any], new: list[int], shape: tuple[int, int] | None
     ) -> None:
-        """Take the blocks that were judged, grow the rows that are served, and fill the plan."""
-        step = self._begin(plan, batch, needs)
+        """Take the blocks that were judged, group by group; then grow the rows that are served, and fill the plan."""
         served = [need is not None for need in needs]
         grown = [n if is_served else 0 for n, is_served in zip(new, served, strict=True)]
-        for seq, row, n in zip(batch, step.rows, grown, strict=True):
-            seq.num_tokens += n
-            row.length = seq.num_tokens
-        plan.fill(batch, grown, served, step, shape)
-        plan.step_id, plan.is_pending = step.id, True
-        self._move_states(step)
-        if self.options.in_order:
-            self._pass(step)
-
-    def _begin(self, plan: ModelPlan, batch: list[Sequence], needs: list[Any]) -> Step:
-        """Take the blocks that were judged, group by group, and change the tables; lengths stay."""
-        rows = [Row(seq.handle, seq.num_tokens, seq.num_tokens, [Change() for _ in self.layers]) for seq in batch]
+        lengths = [(seq.num_tokens, seq.num_tokens + n) for seq, n in zip(batch, grown, strict=True)]
+        rows = [Row(seq.handle, *of, [Change() for _ in self.layers]) for seq, of in zip(batch, lengths, strict=True)]
         step = Step(self._next_step, plan, rows)
         taken = [zip(self.layers, need, strict=True) for need in needs if need is not None]
         self._make_room([(layer, len(replaced) + more) for row in taken for layer, (replaced, more) in row])
@@ -625,7 +597,13 @@ class ModelPool(CacheModel, AbstractContextManager):
                     self._change(step, layer, seq.tables[layer.index], row.changes[layer.index], *need[layer.index])
         self._next_step += 1
         self.pending.append(step)
-        return step
+        for seq, row in zip(batch, rows, strict=True):
+            seq.num_tokens = row.length
+        plan.fill(batch, grown, served, step, shape)
+        plan.step_id, plan.is_pending = step.id, True
+        self._move_states(step)
+        if self.options.in_order:
+            self._pass(step)
 
     def _change(
         self, step: Step, layer: Layers, table: Table, change: Change, replaced: list[tuple[int, int]], appended: int
@@ -700,26 +678,23 @@ class ModelPool(CacheModel, AbstractContextManager):
                 raise PlanStateError(f"[rollback] a fork of a row made after the step is open ({seq.handle})")
         self.pending.pop()
         plan.is_pending = False
-        self._undo(step)
-        plan.carry(len(step.rows))
-        for arena in self.arenas:
-            arena.drain_limbo()
-
-    def _undo(self, step: Step) -> None:
-        """What was taken last is given back first."""
         for mark in [mark for mark in self._taken if mark.step == step.id]:
             self._drop(mark)
         for load in [load for load in self._loads if load.step == step.id]:
             load.step = None
         for row in step.rows:
-            seq = self._find(row.handle)
-            if seq is not None:
-                seq.num_tokens = row.old_length
-        for layer in reversed(self.layers):
+            one = self._find(row.handle)
+            if one is not None:
+                one.num_tokens = row.old_length
+        for layer in reversed(self.layers):  # what was taken last is given back first
             for row in reversed(step.rows):
                 self._undo_change(self._find(row.handle), layer, row.changes[layer.index])
         self._end_idle_loads()
         self._publish_waiting()
+        for group in plan.groups:
+            group.carry(len(step.rows))
+        for arena in self.arenas:
+            arena.drain_limbo()
 
     def _undo_change(self, seq: Sequence | None, layer: Layers, change: Change) -> None:
         if seq is not None:
@@ -751,7 +726,7 @@ class ModelPool(CacheModel, AbstractContextManager):
             new = args.per_row("can", "num_new", num_new, len(names), args.MIN_INT64)
             batch = [seq for _, seq in self._rows("can", names, [0] * len(names))]  # all handles before any count
             counts = [args.integer("can", "num_new", n, 0) for n in new]
-            self._judge_growth("can", batch, counts)
+            self._judge("can", batch, lambda row, *where: self._row_need("can", batch[row], counts[row], *where))
             return all(map(self._fits_pool, batch, counts))
         except (OutOfBlocks, OutOfSequences, CapacityExceeded):
             return False
@@ -789,12 +764,15 @@ class ModelPool(CacheModel, AbstractContextManager):
 
     @reading_call
     def stats(self, arena: int = 0) -> PoolStats:
-        blocks = self.arena_of("stats", arena).figures()
+        one = self.arena_of("stats", arena)
         tokens = sum(seq.num_tokens for seq in self.sequences())
         capacity = sum(self._capacity(seq) for seq in self.sequences())
-        rows = {"sequences": len(self._sequences), "pending": len(self.pending), "tokens": tokens}
-        rows |= {"capacity": capacity, "evicted_tokens": self._evicted_tokens}
-        return PoolStats(**blocks, **rows, fragmentation=1.0 - tokens / capacity if capacity else 0.0)
+        now: dict[str, Any] = {"num_blocks": one.num_blocks, "reserved": one.reserved, "blank": len(one.blank)}
+        now |= {"evictable": len(one.evictable), "limbo": len(one.limbo), "used": one.used()}
+        now |= {"shared": sum(count > 1 for count in one.references().values()), "tokens": tokens, "capacity": capacity}
+        now |= {"sequences": len(self._sequences), "pending": len(self.pending), "evicted_tokens": self._evicted_tokens}
+        now["fragmentation"] = 1.0 - tokens / capacity if capacity else 0.0
+        return PoolStats(**{name: now.get(name, one.counters[name]) for name in PoolStats._fields})
 
     @reading_call
     def digest(self) -> int:
@@ -805,11 +783,8 @@ class ModelPool(CacheModel, AbstractContextManager):
     def fingerprint(self) -> int:
         """Return a hash of the whole state, in which handles have no tag."""
         arenas = [{name: value for name, value in vars(one).items() if name != "pool"} for one in self.arenas]
-        rows = self._sequences, self._generations, self._free_slots, self.pending, self._next_step
-        cache = self._last_root, self._nodes, self.entries, self._taken, self._loads, self._clock, self._coldest
-        kept = self._now, self._limits
-        state = repr((self.options, arenas, rows, cache, kept, self.counters, self._evicted_tokens))
-        state = re.sub(r"\d{16,}", lambda handle: str(int(handle[0]) % 2**LOCAL_BITS), state)
+        rest = {name: value for name, value in vars(self).items() if name not in ("arenas", "_tag", "_digest")}
+        state = re.sub(r"\d{16,}", lambda handle: str(int(handle[0]) % 2**LOCAL_BITS), repr((arenas, rest)))
         return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "little")
 
     @reading_call
@@ -852,6 +827,7 @@ FORMATS: dict[str, tuple[str, ...]] = {name: (name,) for name in ARRAYS[:6]}
 FORMATS["csr"] = "indptr", "indices", "last_page_len"
 FORMATS["page_batch_info"] = "slot_ids", "block_tables", "seq_lens", "cu_q_lens", "slot_mapping"
 ALWAYS = ("copies", "dirty_rows")  #: that each group of blocks has, whatever the formats
+BY_COLUMN = {"slot_mapping": 0, "block_tables": 2, "indices": 1}  #: the axis of columns
 ROW_FORMATS = {"block_tables", "csr", "page_batch_info"}  #: that `dirty_rows` speaks about
 MOST = 2**31 - 1
 
@@ -882,7 +858,7 @@ class GroupArrays:
         tables = [seq.tables[g] for seq in batch]
         held = [pool.held(seq, layer) for seq in batch]
         padding = num_rows - len(batch)
-        self._arrays = {"seq_lens": _padded(held, num_rows)}
+        self._show({"kv_lens": _padded(held, num_rows)})
         if layer.kind == "state":
             moves = [pool.state_move(row, layer) for row in step.rows] + [(-1, -1)] * padding
             self.state_src, self.state_dst = np.array(moves, np.int32).reshape(-1, 2).T.copy()
@@ -894,13 +870,14 @@ class GroupArrays:
         rows = np.full((num_rows, self.width, columns), self._plan.pad, np.int32)
         for row, table in zip(rows, tables, strict=False):
             row[: len(table.entries)] = pool.shown(layer, table.entries)
-        self._arrays |= {
+        indices = [entry for row in pages for entry in row]
+        self._show({
             "block_tables": rows,
             "slot_mapping": np.array(slots, np.int32).reshape(-1, columns).T,
             "indptr": np.array(_sums([len(row) for row in pages], padding), np.int32),
-            "indices": np.array([entry for row in pages for entry in row], np.int32).reshape(-1, columns),
+            "indices": np.array(indices, np.int32).reshape(-1, columns),
             "last_page_len": _padded([(n - 1) % size + 1 if n else 0 for n in held], num_rows),
-        }
+        })  # fmt: skip
         starts = [max((i + 1 for i, entry in enumerate(t.entries) if not entry), default=0) * size for t in tables]
         self.kv_starts = np.array(starts + [0] * padding, np.int32)
         self.copies = np.array([copy[1:] for copy in step.copies if copy[0] == g], np.int32).reshape(-1, 3)
@@ -924,22 +901,10 @@ class GroupArrays:
         """Distrust what was written, so that these rows are dirty when they are shown next."""
         self._memory.update(dict.fromkeys(range(num_rows)))
 
-    def show(self, name: str, flat: bool = False) -> np.ndarray:
-        """An array of the last step; `flat`: without columns, if it has one."""
-        if name in ALWAYS:
-            found: np.ndarray = getattr(self, name)
-            return found
-        if name not in self._arrays or name not in self._plan.names:
-            raise AttributeError(f"this group of the plan has no {name!r}: its formats are {self._plan.formats}")
-        array = self._arrays[name]
-        if flat and self._layer.columns == 1 and array.ndim > 1:
-            return array[0] if name == "slot_mapping" else array[..., 0]
-        return array
-
-    def __getattr__(self, name: str) -> np.ndarray:
-        if name == "kv_lens" or (name in ARRAYS and name not in (*COMMON, "seq_lens")):
-            return self.show("seq_lens" if name == "kv_lens" else name)
-        raise AttributeError(f"this group of the plan has no {name!r}")
+    def _show(self, arrays: dict[str, np.ndarray]) -> None:
+        """Arrays of the plan's formats are attributes."""
+        names = {"kv_lens" if name == "seq_lens" else name for name in self._plan.names}
+        vars(self).update({name: array for name, array in arrays.items() if name in names})
 
 
 class ModelPlan:
@@ -971,7 +936,8 @@ class ModelPlan:
         """Every row is dirty in the next step."""
         if self.is_pending:
             raise PlanStateError("[bind] the plan is pending, call done or rollback first")
-        self.carry(self.limits.max_rows)
+        for group in self.groups:
+            group.carry(self.limits.max_rows)
 
     def fill(
         self, batch: list[Any], new: list[int], served: list[bool], step: Any, shape: tuple[int, int] | None
@@ -982,29 +948,25 @@ class ModelPlan:
         self.handles = np.array([seq.handle for seq in batch], np.int64)
         self.served = np.array(served, np.uint8)
         fresh = [(seq, p) for seq, n in zip(batch, new, strict=True) for p in range(seq.num_tokens)[-n:] if n]
-        self._arrays = {
+        arrays = {
             "positions": _padded([p for _, p in fresh], tokens),
             "cu_q_lens": np.array(_sums(new, rows - len(batch)), np.int32),
             "slot_ids": _padded([seq.handle & 0xFFFFF for seq in batch], rows, -1),
         }
+        vars(self).update({name: array for name, array in arrays.items() if name in self.names})
         for group in self.groups:
             group.fill(batch, fresh, step, rows, tokens)
 
-    def carry(self, num_rows: int) -> None:
-        """Distrust what was written, so that these rows are dirty when they are shown next."""
-        for group in self.groups:
-            group.carry(num_rows)
-
     def __getattr__(self, name: str) -> np.ndarray:
-        if name.startswith("_") or name not in (*ARRAYS, *ALWAYS):
-            raise AttributeError(name)
-        if name not in COMMON and len(self.groups) > 1:
+        """An array of the only group; without columns, if it has one."""
+        if name in COMMON or name not in (*ARRAYS, *ALWAYS):
+            raise AttributeError(f"the plan has no {name!r}: its formats are {self.formats}")
+        if len(self.groups) > 1:
             raise ValueError(f"[Plan] {name} differs between layer groups, see plan.groups")
-        if name in ARRAYS and name not in self.names:
-            raise AttributeError(f"the plan has no array {name!r}: its formats are {self.formats}")
-        if name not in COMMON:
-            return self.groups[0].show(name, flat=True)
-        return self._arrays[name]
+        array: np.ndarray = getattr(self.groups[0], "kv_lens" if name == "seq_lens" else name)
+        if name in BY_COLUMN and array.shape[BY_COLUMN[name]] == 1:
+            return array.squeeze(BY_COLUMN[name])
+        return array
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("[Plan] a plan cannot be pickled or copied")

@@ -8,6 +8,7 @@ recounted.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -113,8 +114,7 @@ class ModelPrefix:
     @reading_call
     def match(self, tokens: Any, namespace: bytes = b"") -> int:
         prompt = args.tokens("match", tokens)
-        hit: int = self.pool._found(prompt, args.typed("match", "namespace", namespace, bytes))[1]
-        return hit
+        return int(self.pool._found(prompt, args.typed("match", "namespace", namespace, bytes))[1])
 
     @public_call
     def pin(self, tokens: Any, namespace: bytes = b"", *, ttl: int | None = None) -> int:
@@ -137,8 +137,6 @@ class ModelPrefix:
         args.typed("commit", "keep", keep, Keep | None)
         names = args.handles("commit", handles)
         given = args.tokens("commit", tokens)
-        if counts is None and len(given) % max(1, len(names)):
-            raise ValueError(f"[commit] {len(given)} tokens for {len(names)} rows, give counts")
         counts = len(given) // max(1, len(names)) if counts is None else counts
         lengths = args.per_row("commit", "counts", counts, len(names))
         if sum(lengths) != len(given):
@@ -201,8 +199,7 @@ class ModelPrefix:
     @public_call
     def flush(self, namespace: bytes | None = None) -> int:
         args.typed("flush", "namespace", namespace, bytes | None)
-        count: int = self.pool._flush(namespace)
-        return count
+        return int(self.pool._flush(namespace))
 
     @public_call
     def events(self) -> list[tuple]:
@@ -242,7 +239,8 @@ class CacheModel(PoolModel):
 
     def _empty(self) -> None:
         super()._empty()
-        self._clock = self._coldest = self._turn = self._directives = 0
+        self._clock = self._coldest = self._directives = 0
+        self._turns = itertools.count(1)
         self._last_root: dict[bytes, int] = {}  # namespace -> the last root it was given
         self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}  # (root, prefix) -> node
         self.entries: dict[tuple[int, int], Entry] = {}  # (arena, block) -> committed entry
@@ -301,22 +299,16 @@ class CacheModel(PoolModel):
 
     # ---- hits ---------------------------------------------------------------------------------------------
 
-    def _path(self, tokens: list[int], namespace: bytes, most: int) -> list[Node]:
-        """The nodes of a prefix whose full groups are all there."""
-        found: list[Node] = []
-        root = self._roots.get(namespace)
-        while root is not None and len(found) < most:
-            length = (len(found) + 1) * self.block_size
-            node = self._nodes.get((root, tuple(tokens[:length])))
+    def _found(self, prompt: list[int], namespace: bytes, all_of_it: bool = False) -> tuple[list[Node], int]:
+        """The nodes of a prompt whose full groups are all there, and how many of its tokens are a hit."""
+        path: list[Node] = []
+        most, root = (len(prompt) - (not all_of_it)) // self.block_size, self._roots.get(namespace)
+        while root is not None and len(path) < min(most, self.options.max_blocks_per_seq):
+            length = (len(path) + 1) * self.block_size
+            node = self._nodes.get((root, tuple(prompt[:length])))
             if node is None or any(length % g.block_size == 0 and g.index not in node.kv for g in self._full):
                 break
-            found.append(node)
-        return found
-
-    def _found(self, prompt: list[int], namespace: bytes, all_of_it: bool = False) -> tuple[list[Node], int]:
-        """The path of a prompt, and how many of its tokens are a hit."""
-        most = (len(prompt) - (not all_of_it)) // self.block_size
-        path = self._path(prompt, namespace, min(most, self.options.max_blocks_per_seq))
+            path.append(node)
         ends = [node for node in path if node.checkpoint is not None or not self._is_cut]
         return path, max([n for n in (len(node.prefix) for node in ends) if n % self._grain == 0], default=0)
 
@@ -359,7 +351,7 @@ class CacheModel(PoolModel):
             victim = max(line, key=self._age)
             if not self._priority(victim):
                 return victim
-            victim.turn = self._next_turn()
+            victim.turn = next(self._turns)
             line.remove(victim)
         return min(due or victims, key=lambda one: (self._priority(one), one.turn))
 
@@ -367,10 +359,6 @@ class CacheModel(PoolModel):
         one.stamp, one.turn = self._tick(), 0
 
     # ---- retention ----------------------------------------------------------------------------------------
-
-    def _next_turn(self) -> int:
-        self._turn += 1
-        return self._turn
 
     def _priority(self, one: Node | Checkpoint) -> int:
         node = one.node if isinstance(one, Checkpoint) else one
@@ -380,7 +368,7 @@ class CacheModel(PoolModel):
         node.priority = priority
         for one in (node, node.checkpoint):
             if one is not None and one.turn:
-                one.turn = self._next_turn()
+                one.turn = next(self._turns)
 
     def _keep(self, seq: Sequence, keep: Any) -> None:
         """A directive for what a row has committed, as far as its namespace may keep it."""
@@ -577,20 +565,15 @@ class CacheModel(PoolModel):
 
     def _rename(self, arena: Arena, name: dict[int, int]) -> None:
         """Blocks of an arena have other names: what the cache knows of them."""
-        committed = {id(entry): entry for (number, _), entry in self.entries.items() if number == arena.number}
-        rest = {key: entry for key, entry in self.entries.items() if key[0] != arena.number}
-        for entry in committed.values():
+        for entry in {entry for (number, _), entry in self.entries.items() if number == arena.number}:
             entry.blocks = [name.get(block, block) for block in entry.blocks]
-            rest |= {(arena.number, block): entry for block in entry.blocks}
-        self.entries = rest
+        self.entries = {(e.layer.arena.number, block): e for e in self.entries.values() for block in e.blocks}
         for mark in self._taken if not arena.number else ():
             for bundle in mark.bundles.values():
                 bundle[:] = [name.get(block, block) for block in bundle]
         for load in self._loads:
-            load.slots = [
-                name.get(slot, slot) if layer.arena is arena else slot
-                for layer, slot in zip(self.states, load.slots, strict=True)
-            ]
+            for k in [k for k, layer in enumerate(self.states) if layer.arena is arena]:
+                load.slots[k] = name.get(load.slots[k], load.slots[k])
 
     def _marks_of(self, seq: Sequence) -> list[Checkpoint]:
         return [mark for mark in self._taken if mark.owner == seq.handle]
@@ -754,7 +737,7 @@ class CacheModel(PoolModel):
             if self._is_free(mark):
                 self._drop(mark)
             mark.tails = []
-        for entry in {id(entry): entry for entry in self.entries.values()}.values():
+        for entry in dict.fromkeys(self.entries.values()):
             if entry.node in gone:
                 is_canonical = entry.node.kv.get(entry.layer.index) is entry
                 entry.node = None

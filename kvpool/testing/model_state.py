@@ -15,24 +15,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kvpool.errors import (
-    CorruptState,
-    DoubleFree,
-    ForeignHandle,
-    KVPoolError,
-    OutOfBlocks,
-    OutOfSequences,
-    PlanStateError,
-    PoolClosed,
-    StaleHandle,
-)
+from kvpool import errors
 from kvpool.groups import Group
 from kvpool.stats import PoolOptions
 from kvpool.testing import model_args as args
 
 MAX_GROUPS, MULTIPLES = 8, (1, 2, 4)
 SLOT_BITS, LOCAL_BITS, NUM_TAGS = 20, 52, 2047
-MAX_GENERATION = 2**32 - 1
 HOLE: list[int] = []  #: what a table has instead of an entry that was let go
 
 _live_tags: set[int] = set()
@@ -65,9 +54,7 @@ def public_call(method: Callable, changes: bool = True) -> Callable:
     return call
 
 
-def reading_call(method: Callable) -> Callable:
-    """A public call that changes nothing."""
-    return public_call(method, False)
+reading_call = functools.partial(public_call, changes=False)
 
 
 # ---- blocks ---------------------------------------------------------------------------------------------
@@ -129,18 +116,11 @@ class Arena:
     def note_peak(self) -> None:
         self.counters["peak_used"] = max(self.counters["peak_used"], self.used())
 
-    def figures(self) -> dict[str, int]:
-        where = {"num_blocks": self.num_blocks, "reserved": self.reserved, "blank": len(self.blank)}
-        where |= {"evictable": len(self.evictable), "limbo": len(self.limbo), "used": self.used()}
-        where["shared"] = sum(count > 1 for count in self.references().values())
-        counted = ("cow_copies", "cow_tokens", "allocs", "evictions", "peak_used")
-        return where | {name: self.counters[name] for name in counted}
-
     def evict_oldest(self) -> None:
         """What leaves first does, for a blank block."""
         if self.pool.has_cache:
             if not self.pool.evict_for(self):
-                raise CorruptState(f"[evict] nothing may leave arena {self.number}, a call was judged wrongly")
+                raise errors.CorruptState(f"[evict] nothing may leave arena {self.number}, a call was judged wrongly")
             return
         block = self.unused.pop(0)
         self.marked.remove(block)
@@ -205,14 +185,15 @@ class Arena:
             self.release(block)
 
     def out_of_blocks(
-        self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1, lost: int = 0
-    ) -> NoReturn:
-        """Refuse a call; `lost` evictable blocks are its own."""
+        self, call: str, needed: int, watermark: int = 0, row: int = -1, handle: int = -1, lost: int = 0,
+        room: int | None = None,
+    ) -> NoReturn:  # fmt: skip
+        """Refuse a call; `lost` evictable blocks are its own. There is `room` for so many, or for all that are free."""
         evictable = len(self.evictable) - lost
-        short_by = needed + watermark - len(self.blank) - evictable
+        short_by = needed + watermark - (len(self.blank) + evictable if room is None else room)
         state = {"blank": len(self.blank), "evictable": evictable, "limbo": len(self.limbo), "arena": self.number}
         message = f"[{call}] {needed} blocks are needed, {short_by} too many: {state}, watermark {watermark}"
-        raise OutOfBlocks(message, needed=needed, short_by=short_by, row=row, handle=handle, **state)
+        raise errors.OutOfBlocks(message, needed=needed, short_by=short_by, row=row, handle=handle, **state)
 
 
 class ModelBlocks:
@@ -220,9 +201,8 @@ class ModelBlocks:
 
     def __init__(self, arena: Arena) -> None:
         self.pool, self._arena = arena.pool, arena
-        self._not_raw: Refusal = DoubleFree, "has no raw reference", lambda block: not arena.raw.get(block)
-        self._unreferenced: Refusal = DoubleFree, "has no reference", lambda block: not arena.refcount(block)
-        self._overflowing: Refusal = OverflowError, "has 2^30 references", lambda block: arena.refcount(block) >= 2**30
+        self._not_raw: Refusal = errors.DoubleFree, "has no raw reference", lambda block: not arena.raw.get(block)
+        self._unreferenced: Refusal = errors.DoubleFree, "has no reference", lambda block: not arena.refcount(block)
 
     def arena(self, arena: int) -> ModelBlocks:
         return type(self)(self.pool.arena_of("blocks", arena))
@@ -250,8 +230,7 @@ class ModelBlocks:
         self._refuse_cache(call)
         named = [block for block in self._named(call, ids) if block >= self._arena.reserved]
         for k, block in enumerate(named):
-            if block in named[:k]:
-                raise ValueError(f"[{call}] block stands twice ({block})")
+            args.refuse_duplicates(call, "block ids", named[: k + 1])
             self._refuse(call, block, refusals)
         return named
 
@@ -277,7 +256,7 @@ class ModelBlocks:
     def incref(self, ids: Any) -> None:
         one = self._arena
         not_taken = ValueError, "was not taken with alloc", lambda block: self.pool.has_cache and not one.raw.get(block)
-        one.add_raw(self._judged("incref", ids, not_taken, self._unreferenced, self._overflowing))
+        one.add_raw(self._judged("incref", ids, not_taken, self._unreferenced))
 
     @public_call
     def decref(self, ids: Any) -> None:
@@ -304,7 +283,7 @@ class ModelBlocks:
         one = self._arena
         known = one.references().keys() | one.marked
         unknown = ValueError, "is neither in use nor cached", lambda block: block not in known
-        blocks = one.add_raw(self._judged_in_turn("touch", ids, unknown, self._overflowing))
+        blocks = one.add_raw(self._judged_in_turn("touch", ids, unknown))
         one.unused = [block for block in one.unused if block not in blocks]
         one.limbo = [(block, fence) for block, fence in one.limbo if block not in blocks]
         one.note_peak()
@@ -330,16 +309,6 @@ class ModelBlocks:
     def refcount_histogram(self) -> np.ndarray:
         references, one = self._arena.references(), self._arena
         return np.bincount([references[block] for block in range(one.reserved, one.num_blocks)])
-
-    @property
-    @reading_call
-    def num_blank(self) -> int:
-        return len(self._arena.blank)
-
-    @property
-    @reading_call
-    def num_free(self) -> int:
-        return self._arena.available()
 
 
 # ---- sequences ------------------------------------------------------------------------------------------
@@ -491,9 +460,7 @@ class PoolModel:
         reserved_blocks: int = 1, watermark: int = 0, in_order: bool = False, seed: int | None = None,
         prefix_cache: bool = False, events: int = 0, lookahead: int = 0, groups: Any = None, _hash_bits: int = 32,
     ) -> None:  # fmt: skip
-        def judge(name: str, value: Any, low: int, high: int) -> int:
-            return args.integer("Pool", name, value, low, high)
-
+        judge = functools.partial(args.integer, "Pool")
         given = read_groups(groups)
         sizes = [group.size for group in given if group.kind in ("window", "chunk")]
         lookahead = judge("lookahead", lookahead, 0, min(sizes, default=2**63) - 1)
@@ -527,7 +494,7 @@ class PoolModel:
             *(num_blocks, block_size, max_seqs, most, reserved, watermark, in_order, seed or 0, prefix_cache, events),
             *(lookahead, given),
         )
-        self.num_blocks, self.block_size, self.lookahead = num_blocks, block_size, lookahead
+        self.block_size, self.lookahead = block_size, lookahead
         self.hole, self.has_cache = 0 if reserved else -1, prefix_cache
         self.pending: list[Step] = []  # oldest first
         self._next_step = 1
@@ -538,15 +505,14 @@ class PoolModel:
         free_tags = (tag for tag in range(1, NUM_TAGS + 1) if tag not in _live_tags)
         self._tag = next(free_tags, 0)
         if not self._tag:
-            raise KVPoolError(f"[Pool] too many live pools ({NUM_TAGS}), shut one down first")
+            raise errors.KVPoolError(f"[Pool] too many live pools ({NUM_TAGS}), shut one down first")
         _live_tags.add(self._tag)
         self._closed = False
 
     def _empty(self) -> None:
         """Every block blank, every slot free, nothing pending."""
         self._sequences: dict[int, Sequence] = {}  # slot -> sequence
-        slots = range(self.options.max_seqs)
-        self._free_slots = deque(slot for slot in slots if self._generations.get(slot, 0) <= MAX_GENERATION)
+        self._free_slots = deque(range(self.options.max_seqs))
         self.pending.clear()
         for arena in self.arenas:
             arena.empty()
@@ -561,7 +527,7 @@ class PoolModel:
 
     def refuse_closed(self, call: str) -> None:
         if self._closed:
-            raise PoolClosed(f"[{call}] the pool was shut down")
+            raise errors.PoolClosed(f"[{call}] the pool was shut down")
 
     def arena_of(self, call: str, arena: Any) -> Arena:
         return self.arenas[args.integer(call, "arena", arena, 0, len(self.arenas) - 1)]
@@ -588,11 +554,11 @@ class PoolModel:
             raise ValueError(f"[{call}] handle is negative ({handle})")
         seq = self._find(handle, True)
         if seq is None and handle >> LOCAL_BITS != self._tag:
-            raise ForeignHandle(f"[{call}] handle of another pool ({handle})")
+            raise errors.ForeignHandle(f"[{call}] handle of another pool ({handle})")
         if seq is None:
-            raise StaleHandle(f"[{call}] handle of a closed sequence ({handle})")
+            raise errors.StaleHandle(f"[{call}] handle of a closed sequence ({handle})")
         if seq.load is not None and not any_:
-            raise PlanStateError(f"[{call}] the sequence is being loaded ({handle})")
+            raise errors.PlanStateError(f"[{call}] the sequence is being loaded ({handle})")
         return seq
 
     def batch(self, call: str, handles: Any, any_: bool = False) -> list[Sequence]:
@@ -608,17 +574,9 @@ class PoolModel:
         seq = self._sequences[slot] = Sequence(handle, num_tokens, [Table() for _ in self.layers])
         return seq
 
-    def _retire(self, seq: Sequence) -> None:
-        slot = seq.handle & (2**SLOT_BITS - 1)
-        del self._sequences[slot]
-        self._generations[slot] += 1
-        if self._generations[slot] <= MAX_GENERATION:
-            self._free_slots.append(slot)
-
     def _refuse_slots(self, call: str, n: int) -> None:
-        free = len(self._free_slots)
-        if n > free:
-            raise OutOfSequences(f"[{call}] {n} slots are needed, {free} of {self.options.max_seqs} are free")
+        if n > len(self._free_slots):
+            raise errors.OutOfSequences(f"[{call}] {n} slots are needed, {len(self._free_slots)} are free")
 
     def _pending_rows(self, handle: int, newest: float = inf) -> list[Row]:
         """What pending steps, none after the `newest`, do to a sequence."""
@@ -626,7 +584,7 @@ class PoolModel:
 
     def _refuse_pending(self, call: str, seq: Sequence) -> None:
         if self._pending_rows(seq.handle):
-            raise PlanStateError(f"[{call}] handle is a row of a pending plan ({seq.handle})")
+            raise errors.PlanStateError(f"[{call}] handle is a row of a pending plan ({seq.handle})")
 
     def done_length(self, seq: Sequence) -> int:
         """Tokens that no pending step has still to write; of a fork, those that its parent had done."""
