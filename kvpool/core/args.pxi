@@ -339,14 +339,6 @@ cdef int ints_tokens(Ints* tokens, str call) except -1:
 
 # ---- results -----------------------------------------------------------------------------------------------
 
-cdef object new_int32(Py_ssize_t size):
-    return empty(size, INT32)
-
-
-cdef object new_int64(Py_ssize_t size):
-    return empty(size, INT64)
-
-
 cdef object shortened(object array, Py_ssize_t length):
     """A fresh array, which nobody else has, without its end. Nothing is made for that, so nothing can fail."""
     if not HAS_LAYOUT:

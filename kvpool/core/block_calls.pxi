@@ -120,8 +120,6 @@ cdef inline int judge_block(const Block* block, int op, bint option) noexcept no
         if block.refcount == 0 and not block.committed and not (option and is_empty(block)):
             return NOT_KEPT
         return REFERENCE_LIMIT if block.refcount >= MAX_REFCOUNT else OK
-    if op == OP_RELEASE:
-        return OK if block.raw else NO_RAW_REFERENCE
     if op == OP_MARK_CACHED:
         if block.refcount == 0:
             return UNREFERENCED
@@ -130,7 +128,7 @@ cdef inline int judge_block(const Block* block, int op, bint option) noexcept no
         if option and block.raw == 0:
             return NOT_ALLOCATED
         return UNREFERENCED if block.refcount == 0 else REFERENCE_LIMIT if block.refcount >= MAX_REFCOUNT else OK
-    if op == OP_DECREF or op == OP_FREE:
+    if op == OP_DECREF or op == OP_FREE or op == OP_RELEASE:
         return NO_RAW_REFERENCE if block.raw == 0 else STILL_SHARED if op == OP_FREE and block.refcount > 1 else OK
     return OK
 
@@ -355,7 +353,7 @@ cdef class BlockAPI:
         if n is not None:
             # More blocks than there are will be refused: no array for them.
             room = self.room()
-            ids = new_int32(count if count <= room else 0)
+            ids = empty(count if count <= room else 0, INT32)
             self.alloc_now(<int32_t*>array_data(ids), count, room)
             return ids
         while status == RETRY:
@@ -364,17 +362,13 @@ cdef class BlockAPI:
             if pool_next_block(self.state, self.number) == next_one:
                 status = pool_alloc(self.state, self.number, &one, 1, 1, &v)
             next_one = pool_next_block(self.state, self.number)
-            pool_leave(self.state)
-        if status != OK:
-            refuse("alloc", &v)
+            pool_end(self.state, status, &v, "alloc")
         return found
 
     cdef int alloc_now(self, int32_t* ids, int64_t count, int64_t room) except -1:
         cdef Verdict v
         pool_enter(self.state, "alloc")
-        cdef int status = pool_alloc(self.state, self.number, ids, count, room, &v)
-        pool_leave(self.state)
-        return 0 if status == OK else refuse("alloc", &v)
+        return pool_end(self.state, pool_alloc(self.state, self.number, ids, count, room, &v), &v, "alloc")
 
     cdef object alloc_into(self, object out, int64_t count):
         cdef Py_buffer view
@@ -519,9 +513,7 @@ cdef class BlockAPI:
                     for k in range(b.num_blank, <int32_t>count):
                         evicted += b.block[ids[k]].committed
                 seen = self.state.blocks.digest
-                pool_leave(self.state)
-                if status != RETRY:
-                    refuse("take", &v)
+                pool_end(self.state, status, &v, "take")
                 result = (as_list(ids, <int32_t>count), evicted)        # made before anything moves
                 pool_enter(self.state, "take")
                 if self.state.blocks.digest == seen:
@@ -608,12 +600,12 @@ cdef class BlockAPI:
         cdef Verdict v
         cdef int status = RETRY
         while status == RETRY:
-            ids = new_int32(count)
+            ids = empty(count, INT32)
             data = <int32_t*>array_data(ids)
             pool_enter(self.state, "drain_evicted")
             status = pool_drain_evicted(self.state, self.number, data, count, &v)
             count = self.at().num_dropped
-            pool_end(self.state, OK if status == RETRY else status, &v, "drain_evicted")
+            pool_end(self.state, status, &v, "drain_evicted")
         return ids
 
     # -- reading
@@ -648,7 +640,7 @@ cdef class BlockAPI:
         ints_init(&given, &self.state.spare)
         try:
             ints_batch(&given, ids, "is_cached", "ids", True, IndexError)
-            result = new_int32(given.size)
+            result = empty(given.size, INT32)
             found = <int32_t*>array_data(result)
             pool_enter(self.state, "is_cached")
             status = judge_range(self.at(), &given, 0, &v)
@@ -667,7 +659,7 @@ cdef class BlockAPI:
         cdef int64_t* data
         while found != size:
             size = max(found, 0)
-            counts = new_int64(size)
+            counts = empty(size, INT64)
             data = <int64_t*>array_data(counts)
             pool_enter(self.state, "refcount_histogram")
             found = count_references(self.at(), data, size)
@@ -686,7 +678,7 @@ cdef class BlockAPI:
         cdef int32_t* ids
         while room != size:
             room = size
-            result = new_int32(room)
+            result = empty(room, INT32)
             ids = <int32_t*>array_data(result)
             pool_enter(self.state, "free_order")
             b = self.at()

@@ -348,12 +348,6 @@ cdef void bundle_saved(Groups* gs, int32_t m) noexcept nogil:
     checkpoint_refresh(t, m)
 
 
-cdef void checkpoint_load(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
-    """A row whose bytes come from elsewhere gets the blocks of the checkpoint at its end. The caller has judged."""
-    if gs.tree.bundle_size:
-        bundle_take(gs, checkpoint_new(gs, length), slot, SAVED_ELSEWHERE)
-
-
 cdef void groups_loaded(Groups* gs, int32_t slot, int64_t length) noexcept nogil:
     """The bytes of a row are there, 0: they will not come. One that was flushed has those of other weights."""
     cdef Tree* t = gs.tree

@@ -3,8 +3,7 @@
 cdef enum:
     STORED
     REMOVED
-    CLEARED                     # a namespace
-    CLEARED_ALL
+    CLEARED                     # a namespace, or all
 
 
 cdef struct Note:               # one event; the tokens of a STORED one stand behind it

@@ -158,7 +158,6 @@ cdef void groups_fork(Groups* gs, int32_t parent, int32_t n, int64_t* children) 
             s.life[child].late |= g.kind != STATE_LAYERS and p.num_tokens >= g.seq[child].due
         s.num_late += s.life[child].late
         if gs.tree != NULL:
-            seq_fork_prefix(s, b, parent, child)
             tree_fork(gs, parent, child)
         children[i] = s.seq[child].handle
         b.digest = mix(b.digest, untagged(s, children[i]))

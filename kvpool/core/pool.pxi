@@ -476,7 +476,7 @@ cdef class Pool:
         cdef int64_t count = to_int(n, "fork", "n", 0, INT64_MAX)
         cdef int64_t* made
         cdef Verdict v
-        children = new_int64(count if count <= self.state.seqs.max_seqs else 0)       # more will be refused
+        children = empty(count if count <= self.state.seqs.max_seqs else 0, INT64)       # more will be refused
         made = <int64_t*>array_data(children)   # asks for memory: nothing may fail once the fork is made
         pool_enter(&self.state, "fork")
         pool_end(&self.state, pool_fork(&self.state, parent, count, made, &v), &v, "fork")
@@ -1009,7 +1009,7 @@ cdef class Pool:
                 options, self.options = self.options, changed
             for k in range(self.state.num_arenas):
                 room[k] = blocks_behind(self.state.groups.arena[k], sizes[k])
-            pool_end(&self.state, OK if status == RETRY else status, &v, "resize")
+            pool_end(&self.state, status, &v, "resize")
         for number in found:
             found[number] = shortened(found[number], counts[number])
         return found

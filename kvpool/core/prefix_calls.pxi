@@ -37,7 +37,8 @@ cdef void row_joins(State* pool, int32_t slot, const Ints* tokens, Name* name, u
     memset(row.taken, 0xFF, sizeof(row.taken))          # NO_CHECKPOINT
     if load:
         row.cut = tokens.size
-        checkpoint_load(gs, slot, tokens.size)
+        if gs.tree.bundle_size:
+            bundle_take(gs, checkpoint_new(gs, tokens.size), slot, SAVED_ELSEWHERE)
     elif take and tokens.data != NULL:
         row.cut = max(tokens.size - TAIL_TOKENS, <int64_t>0) if cut < 0 else cut
         row.junction = min(hit.known * gs.block_size, row.cut)
@@ -364,7 +365,7 @@ cdef object open_tokens(State* pool, object tokens, object namespace, object cut
                                    take, reserve, load, again, False, &told, &v)
             else:
                 next_handle = pool_next_handle(pool)
-            pool_end(pool, OK if status == RETRY else status, &v, call)
+            pool_end(pool, status, &v, call)
     finally:
         ints_free(&prompt)
     return handle
@@ -526,7 +527,7 @@ cdef class PrefixCache:
         ints_init(&rows, &self.state.spare)
         try:
             ints_batch(&rows, handles, "wanted", "handles", False)
-            result = new_int64(rows.size)
+            result = empty(rows.size, INT64)
             found = <int64_t*>array_data(result)
             pool_enter(self.state, "wanted")
             status = seqs_judge(&self.state.seqs, &rows, NULL, False, &v)
@@ -656,7 +657,7 @@ cdef class PrefixCache:
             blank = max(count, 0)               # made before anything moves
             pool_enter(self.state, "flush")
             status = pool_flush(self.state, space, size, &count, &v)
-            pool_end(self.state, OK if status == RETRY else status, &v, "flush")
+            pool_end(self.state, status, &v, "flush")
         return blank
 
     @property

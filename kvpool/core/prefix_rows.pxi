@@ -242,7 +242,15 @@ cdef void row_ends(Groups* gs, int32_t slot) noexcept nogil:
 
 cdef void tree_fork(Groups* gs, int32_t parent, int32_t child) noexcept nogil:
     cdef Tree* t = gs.tree
+    cdef const Seqs* s = gs.seqs
+    cdef int64_t bs = gs.block_size
     cdef int32_t j
+    s.prefix[child] = s.prefix[parent]
+    if s.prefix[child].name != NULL:
+        s.prefix[child].name.users += 1
+    s.prefix[child].done = seq_done(s, gs.arena[0], parent)
+    s.prefix[child].forked_at = s.seq[parent].num_tokens
+    memcpy(s.partial + child * bs, s.partial + parent * bs, (s.prefix[parent].committed % bs) * sizeof(int32_t))
     t.row[child] = t.row[parent]
     for j in range(MOST_TAKEN):
         t.row[child].taken[j] = NO_CHECKPOINT
@@ -527,7 +535,7 @@ cdef void tree_flush(Groups* gs, const Name* name) noexcept nogil:
         if is_of(t, n, name):
             node_empty(gs, n, True)
     if name == NULL:
-        ring_add(&t.index.ring, CLEARED_ALL, NULL, NULL, NULL, NULL, 0, -1)
+        ring_add(&t.index.ring, CLEARED, NULL, NULL, NULL, NULL, 0, -1)
 
 
 cdef int32_t tree_evictable(const Groups* gs, const Name* name) noexcept nogil:

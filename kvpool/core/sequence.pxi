@@ -157,16 +157,6 @@ cdef int64_t seq_done(const Seqs* s, const Blocks* b, int32_t slot) noexcept nog
     return max(prefix.done, prefix.forked_at) if fork_step < oldest else prefix.done
 
 
-cdef void seq_fork_prefix(const Seqs* s, const Blocks* b, int32_t parent, int32_t child) noexcept nogil:
-    s.prefix[child] = s.prefix[parent]
-    if s.prefix[child].name != NULL:
-        s.prefix[child].name.users += 1
-    s.prefix[child].done = seq_done(s, b, parent)
-    s.prefix[child].forked_at = s.seq[parent].num_tokens
-    memcpy(s.partial + child * b.block_size, s.partial + parent * b.block_size,
-           (s.prefix[parent].committed % b.block_size) * sizeof(int32_t))
-
-
 cdef void seqs_reset(Seqs* s) noexcept nogil:
     """Make every handle stale; slots are free in ascending order, as in a new pool."""
     cdef int32_t slot

@@ -131,7 +131,7 @@ cdef object copy_ids(State* pool, int64_t handle, int64_t group, str call, FindI
     while status == RETRY:
         room = found
         if room >= 0:
-            copy = new_int32(room)
+            copy = empty(room, INT32)
             data = <int32_t*>array_data(copy)
         pool_enter(pool, call)
         status = find(pool, handle, group, &ids, &found, columns, &v)
@@ -139,5 +139,5 @@ cdef object copy_ids(State* pool, int64_t handle, int64_t group, str call, FindI
             status = RETRY
         elif status == OK and found:
             memcpy(data, ids, room * sizeof(int32_t))
-        pool_end(pool, OK if status == RETRY else status, &v, call)
+        pool_end(pool, status, &v, call)
     return copy

@@ -33,9 +33,9 @@ cdef void pool_leave(State* pool) noexcept nogil:
 
 
 cdef int pool_end(State* pool, int status, const Verdict* v, str call) except -1:
-    """Leave, and only then raise what a call was refused for."""
+    """Leave, and only then raise what a call was refused for. RETRY is no refusal."""
     pool_leave(pool)
-    return refuse(call, v) if status != OK else 0
+    return refuse(call, v) if status != OK and status != RETRY else 0
 
 
 cdef inline void close_slot(State* pool, int32_t slot) noexcept nogil:
