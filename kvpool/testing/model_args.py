@@ -13,6 +13,7 @@ import numpy as np
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 INTS = ("int32", "int64")
+BATCH = (list, tuple, np.ndarray)  #: what has items; else an argument is one
 
 
 def own(call: str, value: Any) -> Any:
@@ -61,17 +62,12 @@ def count(call: str, name: str, value: Any) -> int:
 def integers(call: str, name: str, values: Any, dtypes: tuple[str, ...] = INTS) -> list[int]:
     """A batch: a list, a tuple, or a 1-D contiguous array of one of `dtypes`; an int is a batch of one."""
     if not isinstance(values, np.ndarray):
-        return [integer(call, name, value) for value in (values if is_batch(values) else [values])]
+        return [integer(call, name, value) for value in (values if isinstance(values, BATCH) else [values])]
     if values.dtype not in [np.dtype(d) for d in dtypes]:
         raise TypeError(f"[{call}] {name} has dtype {values.dtype}, {' or '.join(dtypes)} is needed")
     if values.ndim != 1 or not values.flags.c_contiguous or not values.flags.aligned:
         raise ValueError(f"[{call}] {name} must be aligned, contiguous and have one dimension ({values.ndim})")
     return values.tolist()
-
-
-def is_batch(values: Any) -> bool:
-    """Whether an argument has items; else it is one."""
-    return isinstance(values, list | tuple | np.ndarray)
 
 
 def refuse_duplicates(call: str, name: str, values: list[int]) -> None:
@@ -95,7 +91,7 @@ def handles(call: str, values: Any, is_unique: bool = True) -> list[int]:
 
 def per_row(call: str, name: str, values: Any, num_rows: int, low: int = 0) -> list[int]:
     """One int >= `low` per row, from one int for all rows or one per row."""
-    if not is_batch(values) or np.ndim(values) == 0:
+    if not isinstance(values, BATCH) or np.ndim(values) == 0:
         return [integer(call, name, values, low, MAX_INT64)] * num_rows
     batch = integers(call, name, values)
     if len(batch) != num_rows:
@@ -105,7 +101,7 @@ def per_row(call: str, name: str, values: Any, num_rows: int, low: int = 0) -> l
 
 def tokens(call: str, values: Any) -> list[int]:
     """Token ids, ``0 .. 2^31 - 1``."""
-    if not is_batch(values):
+    if not isinstance(values, BATCH):
         raise TypeError(f"[{call}] tokens is a {type(values).__name__}, a list or an array of ints is needed")
     return [integer(call, "a token", token, 0, 2**31 - 1) for token in integers(call, "tokens", values)]
 

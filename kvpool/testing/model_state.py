@@ -104,8 +104,7 @@ class Arena:
 
     def is_idle(self, block: int) -> bool:
         """Nobody names the block, and no pending step may use it."""
-        in_limbo = any(block == one for one, _ in self.limbo)
-        return not self.refcount(block) and block not in self.holds and not in_limbo
+        return not self.refcount(block) and block not in [*self.holds, *(one for one, _ in self.limbo)]
 
     def available(self) -> int:
         return len(self.blank) + len(self.evictable)
