@@ -9,7 +9,7 @@ cdef uint64_t step_fingerprint(const Step* p, const Seqs* s, uint64_t h, int64_t
     for i in range(p.num_rows):
         event = event_of(p, i, &at)
         h = mix(h, untagged(s, p.handle[i]))
-        h = mix(h, next_step - p.prev_step[i] if p.prev_step[i] else 0)
+        h = mix(h, next_step - prev_of(p, i) if prev_of(p, i) else 0)
         h = mix(mix(h, event.q_len), event.appended)
     return h
 

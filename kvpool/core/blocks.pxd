@@ -79,6 +79,7 @@ cdef struct Blocks:
     int32_t num_dropped
     int32_t peak_used
     int64_t block_size          # tokens
+    int64_t turns               # grows when a block in use may have ceased to be its row's own, or a tail moved
     Chain lru
     Chain limbo
     int64_t newest_pending      # id of the newest pending step, 0: none

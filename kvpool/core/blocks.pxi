@@ -213,6 +213,7 @@ cdef inline void unref(Blocks* b, int32_t i) noexcept nogil:
 cdef inline void ref(Blocks* b, int32_t i) noexcept nogil:
     b.num_shared += b.block[i].refcount == 1
     b.block[i].refcount += 1
+    b.turns += 1
 
 
 cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t times) noexcept nogil:
@@ -223,6 +224,7 @@ cdef void blocks_ref_many(Blocks* b, const int32_t* ids, int32_t n, int32_t time
         shared += before <= 1 and before + times > 1
         block[ids[k]].refcount = before + times
     b.num_shared += shared
+    b.turns += 1
 
 
 cdef void blocks_unref_many(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
@@ -294,6 +296,7 @@ cdef void blocks_revive_many(Blocks* b, const int32_t* ids, int32_t n) noexcept 
             block[i].refcount += 1
         block[i].raw += 1
     b.num_shared += shared
+    b.turns += 1
 
 
 cdef void blocks_drop(Blocks* b, int32_t i) noexcept nogil:
@@ -382,6 +385,7 @@ cdef void blocks_release(Blocks* b, const int32_t* ids, int32_t n) noexcept nogi
 
 cdef void blocks_commit(Blocks* b, const int32_t* ids, int32_t n) noexcept nogil:
     cdef int32_t k
+    b.turns += 1
     for k in range(n):
         b.block[ids[k]].committed = True
 

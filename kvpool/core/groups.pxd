@@ -159,7 +159,10 @@ cdef struct StepPart:           # what a plan has for one group
     Log log                     # one entry per id
     Change* change              # [max_rows], num_changes valid, by row; other rows kept their table as it was
     int64_t* slot               # [max_rows] slot of the new token in the first column, of rows that were served one
+    int64_t own_turns           # `turns` of the blocks when the tails of the first own_rows rows were found own, each
+    int32_t own_rows            # in the table that the plan shows
     int32_t* stale              # [max_rows], num_stale valid: rows, ascending, whose tables the plan does not show
+    int32_t* taken              # [max_rows] blocks that rows get in a steady step
     int32_t max_rows
     int32_t num_changes
     int32_t num_stale
@@ -183,7 +186,8 @@ cdef struct StepPart:           # what a plan has for one group
 cdef struct Step:
     int64_t* handle             # [max_rows], memory of the plan's array
     int64_t* length             # [max_rows] tokens after the step
-    int64_t* prev_step          # [max_rows] last_step of the sequence before, while pending
+    int64_t all_prev            # last_step of every sequence before, while pending; -1: they differ, so ask
+    int64_t* prev_step          # [max_rows]
     Event* event                # [max_rows], num_events valid, by row
     StepPart** part             # one per layer group
     int32_t max_rows

@@ -11,6 +11,7 @@ cdef void tail_refresh(const Groups* gs, LayerGroup* g, int32_t slot, int64_t po
     """Recompute where the token at a position of a row goes, the next one, as far as no step has to look."""
     cdef Tail* t = tail_of(g, slot)
     cdef int64_t held, index, room = gs.seqs.seq[slot].num_blocks * gs.block_size - position
+    g.blocks.turns += 1
     t.next_slot = t.stop_slot = 0
     if g.kind == STATE_LAYERS or room <= 0:
         return
@@ -77,9 +78,11 @@ cdef int part_init(StepPart* part, int32_t max_rows) noexcept nogil:
     part.change = <Change*>xcalloc(max_rows, sizeof(Change))
     part.slot = <int64_t*>xcalloc(max_rows, sizeof(int64_t))
     part.stale = <int32_t*>xcalloc(max_rows, sizeof(int32_t))
+    part.taken = <int32_t*>xcalloc(max_rows, sizeof(int32_t))
     part.log.room = 16
     part.log.entry = <Replaced*>xcalloc(part.log.room, sizeof(Replaced))
-    if part.change == NULL or part.slot == NULL or part.stale == NULL or part.log.entry == NULL:
+    if (part.change == NULL or part.slot == NULL or part.stale == NULL or part.taken == NULL
+            or part.log.entry == NULL):
         part_free(part)
         return NO_MEMORY
     return OK
@@ -89,6 +92,7 @@ cdef void part_free(StepPart* part) noexcept nogil:
     xfree(part.change)
     xfree(part.slot)
     xfree(part.stale)
+    xfree(part.taken)
     xfree(part.log.entry)
     xfree(part.wire.row)
     xfree(part.wire.seen)

@@ -26,6 +26,9 @@ Why it is so:
   out must hold them back; a `done` that comes early is noted until its turn.
 - Only the newest step can be rolled back, since later ones build on its tables, and none of which a
   fork is open: the child shares what it would take back. O(max_seqs) where forks were made at all.
+- A tail that was found own stays so until `turns` of its blocks grows or the table has a new version:
+  so a plan whose rows were steady looks at no block. A commit to the prefix cache is no turn, since
+  what it commits is full, and no row's tail.
 - A steady row that takes no block has neither event nor change, so what a step keeps for its undo
   is a handle and a number per row.
 
@@ -414,6 +417,7 @@ cdef inline void begin_check(Groups* gs, Step* p) noexcept nogil:
     p.num_rows = 0
     p.num_events = 0
     p.num_tokens = 0
+    p.all_prev = -1
 
 
 cdef int step_check(Groups* gs, Step* p, const Ints* handles, const Ints* num_new, const Limits* limits, bint advance,
@@ -468,7 +472,7 @@ cdef void step_undo_check(Groups* gs, const Step* p, const int64_t* handle, bint
         log_undo(&p.part[k].log, gs.group[k].blocks, 0)
     for i in range(p.num_rows):
         slot = slot_of(handle[i])
-        gs.seqs.seq[slot].last_step = p.prev_step[i]
+        gs.seqs.seq[slot].last_step = prev_of(p, i)
         if served:
             gs.seqs.seq[slot].num_tokens -= 1
             tails_refresh(gs, slot)
@@ -580,12 +584,6 @@ cdef inline void put_in_tail(StepPart* part, Tail* t, int32_t row) noexcept nogi
         note_changed(part, row)
 
 
-cdef void commit_tails(LayerGroup* g, StepPart* part, const int64_t* handle, int32_t first, int32_t end) noexcept nogil:
-    cdef int32_t i
-    for i in range(first, end):
-        put_in_tail(part, tail_of(g, slot_of(handle[i])), i)
-
-
 cdef void commit_simple(Groups* gs, const Step* p, int32_t first, int32_t end) noexcept nogil:
     """Serve rows that put a token into their tails."""
     cdef const Seqs* s = gs.seqs
@@ -601,8 +599,8 @@ cdef void commit_simple(Groups* gs, const Step* p, int32_t first, int32_t end) n
         digest = mix(digest, <uint64_t>untagged(s, p.handle[i]) ^ (<uint64_t>q.num_tokens << 20))
     gs.arena[0].digest = digest
     for k in range(gs.num_groups):
-        if gs.group[k].kind != STATE_LAYERS:
-            commit_tails(&gs.group[k], p.part[k], p.handle, first, end)
+        for i in range(first, end if gs.group[k].kind != STATE_LAYERS else 0):
+            put_in_tail(p.part[k], tail_of(&gs.group[k], slot_of(p.handle[i])), i)
 
 
 cdef void enter_tail(const Groups* gs, LayerGroup* g, StepPart* part, const Step* p, const Event* event,
@@ -680,6 +678,8 @@ cdef inline void append_to(Groups* gs, const LayerGroup* g, StepPart* part, int3
     """Note that a row gets n entries behind those that it has."""
     note_change(part, row, 0, n * g.columns)
     note_changed(part, row)
+    if gs.needed[g.arena] < g.blocks.num_blank:
+        kv_prefetch(&g.blocks.block[g.blocks.blank[g.blocks.num_blank - 1 - gs.needed[g.arena]]])
     gs.needed[g.arena] += n * g.columns
     kv_prefetch(group_row(g, slot) + <int64_t>entries * g.columns)
 
@@ -709,7 +709,7 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
     """Serve one token to each row in the first group, up to the first row that is not steady: its number is returned.
 
     This loop is the whole cost of a steady step of one group: it touches every sequence once, and all it reads is in
-    locals. A row that comes twice shows by its step.
+    locals. A row that comes twice shows by its step, which is not what all rows had before.
     """
     cdef Seqs* s = gs.seqs
     cdef Seq* seq = s.seq
@@ -719,37 +719,40 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
     cdef const uint64_t* seen = part.wire.seen
     cdef int64_t* slots = part.slot
     cdef int64_t* lengths = p.length
-    cdef int64_t* prev = p.prev_step
     cdef int64_t max_seqs = s.max_seqs
-    cdef bint exact = is_exact(gs, limits), narrow = is_narrow(gs, limits), wide = g.columns > 1, looked = exact or wide
+    cdef bint exact = is_exact(gs, limits), narrow = is_narrow(gs, limits), wide = g.columns > 1
+    cdef bint looked = exact or wide or part.own_turns != g.blocks.turns or part.own_rows < n
     cdef bint by_one = grows_by_one(gs, g) and not exact
     cdef int64_t most = min(<int64_t>part.width, gs.most_blocks), bs = gs.block_size
-    cdef const Block* tail
-    cdef int64_t row, slot, length
+    cdef int64_t row, slot, length, at, prev
     cdef Py_ssize_t i
     cdef Event* event
     cdef Seq* q
+    if n == 0 or slot_of(handle[0]) >= max_seqs:
+        return 0
+    p.all_prev = prev = seq[slot_of(handle[0])].last_step
     for i in range(n):
         row = handle[i]
         slot = row & (MAX_SEQS - 1)
         if slot >= max_seqs:
             break
         q = &seq[slot]
-        if q.handle != row or q.last_step == step_id:
+        if q.handle != row or q.last_step != prev:
             break
-        if not seldom(q.lead.next_slot >= q.lead.stop_slot):
-            tail = &block[q.lead.block]
-            if not is_own(tail):
-                break
-            if seldom(looked or seen[i] != q.lead.version):     # what the plan shows was within its limits
+        at = q.lead.next_slot
+        length = q.num_tokens + 1
+        if not seldom(at >= q.lead.stop_slot):
+            if seldom(looked or seen[i] != q.lead.version):     # what the plan shows was within its limits, and own
+                if not is_own(&block[q.lead.block]):
+                    break
                 if narrow and not within(gs, p, q, limits):
                     break
                 if wide and not other_columns_own(g, <int32_t>slot, q.num_tokens):
                     break
                 if seen[i] != q.lead.version:
                     note_changed(part, <int32_t>i)
-            slots[i] = q.lead.next_slot
-            q.lead.next_slot += 1
+            slots[i] = at
+            q.lead.next_slot = at + 1
         else:
             if q.num_tokens != q.num_blocks * bs:
                 break
@@ -763,10 +766,8 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
             event.q_len = event.served = 1
             event.appended = gs.unit
             p.num_events += 1
-        length = q.num_tokens + 1
         q.num_tokens = length
         lengths[i] = length
-        prev[i] = q.last_step
         q.last_step = step_id
     else:
         i = n
@@ -778,7 +779,7 @@ cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* hand
     cdef LayerGroup* g = &gs.group[k]
     cdef StepPart* part = p.part[k]
     cdef const Block* block = g.blocks.block
-    cdef bint wide = g.columns > 1
+    cdef bint wide = g.columns > 1, looked = wide or part.own_turns != g.blocks.turns or part.own_rows < p.num_rows
     cdef int32_t i, slot, at = 0, begins = p.event[0].row if p.num_events else -1
     cdef Tail* t
     for i in range(p.num_rows):
@@ -790,30 +791,36 @@ cdef bint steady_tails(Groups* gs, const Step* p, int32_t k, const int64_t* hand
             at += 1
             begins = p.event[at].row if at < p.num_events else -1
             continue
-        if t.next_slot >= t.stop_slot or not is_own(&block[t.block]):
+        if t.next_slot >= t.stop_slot:
             return False
-        if seldom(wide) and not other_columns_own(g, slot, p.length[i] - 1):
-            return False
+        if seldom(looked or part.wire.seen[i] != t.version):
+            if not is_own(&block[t.block]) or (wide and not other_columns_own(g, slot, p.length[i] - 1)):
+                return False
         put_in_tail(part, t, i)
     return True
 
 
 cdef void take_begun(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) noexcept nogil:
     """`commit_group` and `enter_tail` for rows that each append one id in a group that grows by one."""
-    cdef uint64_t digest = gs.arena[0].digest
-    cdef int32_t i, row, slot
+    cdef int64_t* slots = part.slot
+    cdef int64_t at, bs = g.block_size
+    cdef uint64_t digest = gs.arena[0].digest, version = g.versions
+    cdef int32_t i, slot, block
     cdef Tail* t
+    blocks_take_many(g.blocks, part.taken, p.num_events)
+    g.versions += p.num_events
     for i in range(p.num_events):
-        row = p.event[i].row
-        slot = slot_of(p.handle[row])
+        slot = slot_of(p.handle[p.event[i].row])
         t = tail_of(g, slot)
-        t.block = blocks_take(g.blocks)
-        group_row(g, slot)[gs.seqs.seq[slot].num_blocks - 1] = t.block
-        digest = mix(digest, t.block)
-        new_version(g, slot)
-        part.slot[row] = t.block * g.block_size
-        t.next_slot = part.slot[row] + 1
-        t.stop_slot = part.slot[row] + g.block_size
+        block = part.taken[i]
+        group_row(g, slot)[gs.seqs.seq[slot].num_blocks - 1] = block
+        digest = mix(digest, block)
+        at = block * bs
+        slots[p.event[i].row] = at
+        t.block = block
+        t.version = version + i + 1
+        t.next_slot = at + 1
+        t.stop_slot = at + bs
     part.num_copies = 0
     gs.arena[0].digest = digest
 
@@ -854,10 +861,12 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
     for k in range(gs.num_groups):
         if grows_by_one(gs, &gs.group[k]):
             take_begun(gs, &gs.group[k], p.part[k], p)
-            continue
-        commit_group(gs, &gs.group[k], p.part[k], p)
-        for i in range(p.num_events):
-            enter_tail(gs, &gs.group[k], p.part[k], p, &p.event[i], True)
+        else:
+            commit_group(gs, &gs.group[k], p.part[k], p)
+            for i in range(p.num_events):
+                enter_tail(gs, &gs.group[k], p.part[k], p, &p.event[i], True)
+        p.part[k].own_turns = gs.group[k].blocks.turns
+        p.part[k].own_rows = <int32_t>n
     return True
 
 
@@ -1020,7 +1029,7 @@ cdef void step_rollback(Groups* gs, const Pending* pending, const Step* p) noexc
         event = event_of(p, i, &at)
         slot = seq_find(s, p.handle[i])
         if slot >= 0:
-            s.seq[slot].last_step = p.prev_step[i]
+            s.seq[slot].last_step = prev_of(p, i)
             s.seq[slot].num_tokens -= event.q_len
             s.seq[slot].num_blocks -= event.appended
             s.sum_tokens -= event.q_len

@@ -31,6 +31,10 @@ cdef inline Event event_of(const Step* p, int32_t row, int32_t* at) noexcept nog
     return plain
 
 
+cdef inline int64_t prev_of(const Step* p, int32_t row) noexcept nogil:
+    return p.all_prev if p.all_prev >= 0 else p.prev_step[row]
+
+
 cdef int wire_init(Wire* w, int32_t max_rows) noexcept nogil:
     w.row = <WireRow*>xcalloc(max_rows, sizeof(WireRow))
     w.seen = <uint64_t*>xcalloc(max_rows, sizeof(uint64_t))

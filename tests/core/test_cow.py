@@ -25,3 +25,31 @@ def test_step_inside_a_reservation_cannot_run_out_unless_a_fork_ends_it(make_any
     pool.done(plan)
     with pytest.raises(OutOfBlocks):
         pool.step(plan, [handle], 1)
+
+
+TURNS = {
+    "fork": lambda pool, handle: pool.fork(handle),
+    "incref": lambda pool, handle: pool.blocks.incref(pool.table(handle)[-1:]),
+    "mark_cached": lambda pool, handle: pool.blocks.mark_cached(pool.table(handle)[-1:]),
+    "truncate": lambda pool, handle: pool.truncate(handle, 3),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_tail_that_ceases_to_be_own_between_equal_steps_is_copied(make_pool, make_plan, turn, in_order):
+    pool = make_pool(32, in_order=in_order)
+    handles, plans = [pool.open() for _ in range(3)], [make_plan(pool) for _ in range(2)]
+
+    def step(plan, n=1):
+        pool.step(plan, handles, n)
+        if not in_order:
+            pool.done(plan)
+        return len(plan.copies)
+
+    step(plans[0], 4)
+    pool.fork(handles[1])  # the first block is shared
+    assert [step(plan) for plan in (*plans, plans[0])] == [0, 0, 0]
+    TURNS[turn](pool, handles[1])
+    assert [step(plan) for plan in (plans[1], *plans)] == [1, 0, 0]
+    pool.check()
