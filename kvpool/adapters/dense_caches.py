@@ -129,16 +129,24 @@ class CacheLayout(NamedTuple):
         evaluate(leaves)
         return nested(self.tree, iter(leaves))
 
+    def without_batch(self) -> type | None:
+        """Return a class of these caches, or of the lists that they are in, that makes no batches, or None."""
+        kinds = (*(leaf.kind for leaf in self.leaves), *_lists_in(self.tree))
+        return next((kind for kind in kinds if not hasattr(kind, "merge")), None)
+
     def batch_of(self, rows: Sequence[np.ndarray | list[mx.array]], lengths: list[int]) -> list[Any] | None:
-        """Return batches of sequences whose caches all have rows: views of one copy. None: a class has no batch."""
+        """Return batches of sequences whose caches all have rows: views of one copy. None: a batch is of another kind.
+
+        Every class has a batch.
+        """
         most, pieces = max(lengths), []
         for each, length in zip(rows, lengths, strict=True):
             pieces += [mx.zeros((most - length, self.row_nbytes // 8), mx.uint64), *each[:-1]]
             pieces += [each[-1][: length - BLOCK * (len(each) - 1)]] if len(each) else []
         batches = []
         for leaf in self.leaves:
-            merge = getattr(leaf.kind, "merge", None)
-            batch: Any = merge([leaf.cache() for _ in rows]) if merge and len(leaf.parts) == 2 else None
+            kind: Any = leaf.kind
+            batch: Any = kind.merge([leaf.cache() for _ in rows]) if len(leaf.parts) == 2 else None
             if not {"keys", "values", "offset", "left_padding", "_idx"} <= getattr(batch, "__dict__", {}).keys():
                 return None
             batches.append(batch)
@@ -253,6 +261,12 @@ def leaves_of(caches: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
             leaves.append(cache.extract(0) if is_row else cache)
             tree.append(None)
     return leaves, tuple(tree)
+
+
+def _lists_in(tree: tuple[Any, ...]) -> Iterator[type]:
+    for node in filter(None, tree):
+        yield node[0]
+        yield from _lists_in(node[1])
 
 
 def nested(tree: tuple[Any, ...], leaves: Iterator[Any]) -> list[Any]:

@@ -223,6 +223,12 @@ class PromptCache:
 
         The batches are those that the caches' own ``merge`` makes. Where all caches have a row per token, the tokens
         of all prompts are copied once. Without any prefix the caches are None.
+
+        Raises
+        ------
+        TypeError
+            A class of the caches has no ``merge``, as mlx-lm's `ChunkedKVCache` and `QuantizedKVCache`: `fetch` each
+            prompt. Nothing was copied.
         """
         spans = media or [()] * len(prompts)
         found = [self._find(tokens, namespace, each) for tokens, each in zip(prompts, spans, strict=True)]
@@ -230,6 +236,8 @@ class PromptCache:
         first = next(filter(None, found), None)
         if first is None:
             return None, lengths
+        if (kind := first.layout.without_batch()) is not None:
+            raise TypeError(f"[fetch_many] {kind.__name__} has no merge, so its rows make no batch: fetch each prompt")
         if first.layout.is_dense and all(one is None or one.layout == first.layout for one in found):
             batch = first.layout.batch_of([one.rows if one else [] for one in found], lengths)
             if batch is not None:

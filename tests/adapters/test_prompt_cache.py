@@ -503,6 +503,19 @@ def test_many_prompts_are_fetched_as_the_batches_that_their_own_merge_makes(kind
     assert prompts.fetch_many([[9] * 20, [8]]) == (None, [0, 0])
 
 
+@pytest.mark.parametrize("kind", ["chunk", "quantized", "list"])
+def test_many_prompts_of_a_class_without_batches_are_refused_before_a_copy(kind, monkeypatch):
+    """The list has a chunk in it."""
+    prompts, tokens = PromptCache(), list(range(40))
+    caches = computed("chunk" if kind == "list" else kind, tokens)
+    prompts.insert(tokens, [cache_module.CacheList(*caches)] if kind == "list" else caches)
+    monkeypatch.setattr(subject.CacheLayout, "caches_of", fails)
+    name = "QuantizedKVCache" if kind == "quantized" else "ChunkedKVCache"
+    with pytest.raises(TypeError, match=rf"\[fetch_many\] {name} has no merge"):
+        prompts.fetch_many([[*tokens, 1], [9] * 20])
+    assert prompts.fetch_many([[9] * 20]) == (None, [0])
+
+
 def test_what_is_taken_leaves_the_cache():
     prompts, tokens = PromptCache(), list(range(40))
     for kind in ("state", "dense"):
