@@ -67,6 +67,11 @@ class Leaf(NamedTuple):
         held = {name: length if planes and name in _PLACES else value for name, value in self.fields}
         return made(self.kind, keys=keys, values=values, **held)
 
+    def differs(self, other: Leaf) -> bool:
+        """Whether no layer of a model has both: other heads, or other widths in one class with the same attributes."""
+        mine, others = ([(part.heads, part.width) for part in leaf.parts] for leaf in (self, other))
+        return bool(mine and others) and (mine[0][0] != others[0][0] or (self[:3] == other[:3] and mine != others))
+
 
 class CacheLayout(NamedTuple):
     """The parts of a list of caches. Sequences of one layout share blocks.
@@ -83,6 +88,10 @@ class CacheLayout(NamedTuple):
     def needs_ends(self) -> bool:
         """Whether some cache has no row per token, or will not have in a longer sequence."""
         return any(leaf.role != "rows" or _BOUNDS & dict(leaf.fields).keys() for leaf in self.leaves)
+
+    def is_of_another_model(self, other: CacheLayout) -> bool:
+        """Whether no model has caches of both layouts. Windows that turn, and quantized caches, are of one model."""
+        return self.tree != other.tree or any(map(Leaf.differs, self.leaves, other.leaves))
 
     @property
     def has_arrays(self) -> bool:

@@ -185,6 +185,7 @@ class PromptCache:
         self._nbytes = 0  # of sequences and insertions, not of blocks
         self._kept_nbytes = 0
         self._spacing = 1
+        self._has_told = False  # of models in one namespace
         self._names: dict[Hashable, bytes] = {}
         self._salt = os.urandom(16)
         self._atoms: dict[Hashable, int] = {}
@@ -204,7 +205,9 @@ class PromptCache:
         tokens : sequence of int
             The whole prompt. Negative numbers stand for the tokens of an image, as in mlx-lm's server.
         namespace : bytes
-            Of `kvpool.namespace`. Only prompts of one namespace share anything.
+            Of `kvpool.namespace`. Only prompts of one namespace share anything, and all of them are of one model. While
+            it has caches that no model has together (other lists, heads or widths), nothing of it is found, and the
+            log says so. Other models are not told apart: ``kvpool.namespace(model=...)`` has to.
         media : sequence of (start, stop, digest)
             Spans of images and other media. A prefix never ends inside one, and has it only with an equal digest and
             length.
@@ -485,7 +488,19 @@ class PromptCache:
             hit = find(layout, name + namespace, known, spans, whole)
             if hit is not None and (best is None or hit.length > best.length):
                 best = hit
+        if best is not None and len(self._layouts) > 1 and self._is_mixed(best.layout, namespace):
+            return None
         return best
+
+    def _is_mixed(self, layout: CacheLayout, namespace: bytes) -> bool:
+        """Whether a namespace has caches of another model, too. Nobody knows which of them asks."""
+        has = self._index.has
+        if not any(has(name + namespace) and each.is_of_another_model(layout) for each, name in self._layouts.items()):
+            return False
+        if not self._has_told:
+            self._has_told = True
+            _log.warning("[fetch] a namespace has caches of two models, none is found: use namespace(model=...)")
+        return True
 
     def _cut(self, layout: CacheLayout, root: bytes, known: Tokens, spans: Spans, whole: bool) -> _Hit | None:
         """Return the longest hit of keys and values per token: whole blocks, and the beginning of one more."""
@@ -860,6 +875,10 @@ class BlockIndex:
             tokens = np.append(self._tokens, np.empty((new, BLOCK), np.int32), axis=0)
             self.pool.resize(had + new)
             self.rows, self._is_end, self._tokens = rows, is_end, tokens
+
+    def has(self, root: bytes) -> bool:
+        """Whether there are blocks behind a root."""
+        return root in self._after
 
     def path(self, root: bytes, known: Tokens) -> np.ndarray:
         """Return the whole blocks that a prompt begins with. They become the most recent."""

@@ -261,6 +261,45 @@ def test_caches_of_two_lengths_or_of_more_tokens_are_not_kept_and_the_log_says_w
     ]
 
 
+def full(layers=2, heads=2, width=64):
+    """Caches of 40 tokens."""
+    caches, rows = [cache_module.KVCache() for _ in range(layers)], mx.ones((1, heads, 40, width))
+    for cache in caches:
+        cache.update_and_fetch(rows, rows)
+    return caches
+
+
+@pytest.mark.parametrize("other", [full(layers=3), full(heads=4), full(width=128), [cache_module.CacheList(*full())]])
+def test_caches_of_two_models_in_one_namespace_are_not_found_and_the_log_says_it_once(other, caplog):
+    prompts, tokens, own = PromptCache(), list(range(40)), kvpool.namespace(model="own")
+    prompts.insert(tokens, full())
+    prompts.insert([7] * 40, other, own)
+    assert prompts.fetch([*tokens, 1])[1] == prompts.fetch([7] * 41, own)[1] == 40
+    prompts.insert([8] * 40, other)
+    for asked in ([*tokens, 1], [8] * 41):
+        assert prompts.fetch(asked) == (None, 0)
+    (record,) = caplog.records
+    assert record.message.startswith("[fetch] a namespace has caches of two models")
+    prompts.trim_to(n_sequences=0)
+    prompts.insert([8] * 40, other)
+    assert prompts.fetch([8] * 41)[1] == 40
+
+
+def test_caches_of_one_model_are_found_in_whatever_form_they_are():
+    """A window before and after it turned, dense and quantized rows, other dtypes, caches that are still empty."""
+    prompts, tokens = PromptCache(), list(range(60))
+    for length in (20, 60):
+        prompts.insert(tokens[:length], computed("window", tokens[:length]))
+    assert [prompts.fetch(each)[1] for each in (tokens[:30], [*tokens, 1])] == [20, 60]
+    prompts = PromptCache()
+    wide, narrow, packed = full(), full(), [cache.to_quantized(32, 8) for cache in full()]
+    for cache in narrow:
+        cache.keys, cache.values = (plane.astype(mx.float16) for plane in (cache.keys, cache.values))
+    for number, caches in enumerate((wide, packed, narrow, [wide[0], cache_module.KVCache()])):
+        prompts.insert([number] * 40, caches)
+    assert [prompts.fetch([number] * 41)[1] for number in range(4)] == [40] * 4
+
+
 def fails(*arguments):
     raise MemoryError
 
@@ -563,15 +602,15 @@ def test_a_fetch_waits_for_no_copy_of_an_insertion(monkeypatch):
         assert may_end.wait(60)
         yield from rows_of(*arguments)
 
-    cache, rows = cache_module.KVCache(), mx.ones((1, 1, 5000, 1))
+    cache, rows = cache_module.KVCache(), mx.ones((1, programs.HEADS, 5000, programs.WIDTH), mx.uint32)
     mx.eval(cache.update_and_fetch(rows, rows))
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(subject.CacheLayout, "rows_of", slow)
-        inserted = pool.submit(prompts.insert, tokens, [cache])
+        inserted = pool.submit(prompts.insert, tokens, [cache, cache])
         assert has_begun.wait(60)
         assert prompts.fetch(tokens[:50])[1] == 40
         patch.setattr(subject.CacheLayout, "rows_of", rows_of)
-        prompts.insert(tokens[:3000], [cache])  # another one inserts the same tokens
+        prompts.insert(tokens[:3000], [cache, cache])  # another one inserts the same tokens
         may_end.set()
         inserted.result()
     assert prompts.fetch(tokens)[1] == 4999 and programs.held_nbytes(prompts) == prompts.nbytes
