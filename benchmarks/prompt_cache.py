@@ -259,7 +259,7 @@ def repeat(call: Any, count: int) -> None:
 def traced(folder: Path) -> Iterator[Gate]:
     """Hit tokens in real traces at equal bytes: a block of a trace is one of ours, and a quarter of them fits.
 
-    `PromptCache` counts its index, 60 bytes a token: one prompt less may fit. The others do not count theirs, such as
+    `PromptCache` counts its index, 57 bytes a token: one prompt less may fit. The others do not count theirs, such as
     224 bytes a token for the trie of `LRUPromptCache`.
     """
     for path in sorted(folder.glob("*.npz")):

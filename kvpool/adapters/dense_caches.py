@@ -115,9 +115,10 @@ class CacheLayout(NamedTuple):
                 if part.heads * part.width:
                     hosts.append((part, host_of(array)[0]))
         piece = max(1, _PIECE // (BLOCK * self.row_nbytes or _PIECE)) * BLOCK
+        memory = np.zeros((min(piece, end - begin), self.row_nbytes), np.uint8)
         for start in range(begin, end, piece):
             stop = min(start + piece, end)
-            rows = np.zeros((stop - start, self.row_nbytes), np.uint8)
+            rows = memory[: stop - start]
             for part, host in hosts:
                 nbytes = part.heads * part.width * part.dtype.size
                 place = rows[:, part.offset : part.offset + nbytes].view(host.dtype)
@@ -292,6 +293,8 @@ def made(kind: type, /, **fields: Any) -> Any:
 
 def arrays_of(cache: Any) -> list[mx.array]:
     """Return the arrays of a cache of keys and values."""
+    if isinstance(cache.keys, mx.array) and isinstance(cache.values, mx.array):
+        return [cache.keys, cache.values]
     found: Any = tree_flatten([cache.keys, cache.values])
     return [array for _, array in found]
 
@@ -386,8 +389,3 @@ def owned(array: mx.array) -> mx.array:
     twin = mx.array(np.asarray(host_of(array), order="C")).view(array.dtype)  # MLX takes no negative strides
     mx.eval(twin)  # or only this thread could use it
     return twin
-
-
-def shared(array: mx.array) -> mx.array:
-    """Return another array on the same memory: MLX copies it before anybody writes."""
-    return copy.deepcopy(array)
