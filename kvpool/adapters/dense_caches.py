@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ ROLES = ("rows", "state", "whole", "list")
 _PLACES = ("offset", "_idx")  # the number of tokens, in a cache that has a row for each
 _BOUNDS = {"max_size", "chunk_size"}
 _PIECE = 1 << 20  # bytes that are put in order together
+_PAUSE = 2e-5  # seconds between two pieces: a thread that asks for the interpreter may wait 5 ms for it otherwise
 
 _registered: dict[type, str] = {}
 _told: set[type] = set()
@@ -117,6 +119,8 @@ class CacheLayout(NamedTuple):
         piece = max(1, _PIECE // (BLOCK * self.row_nbytes or _PIECE)) * BLOCK
         memory = np.zeros((min(piece, end - begin), self.row_nbytes), np.uint8)
         for start in range(begin, end, piece):
+            if start > begin:
+                time.sleep(_PAUSE)
             stop = min(start + piece, end)
             rows = memory[: stop - start]
             for part, host in hosts:
