@@ -177,12 +177,10 @@ class CacheLayout(NamedTuple):
 
     def empty_of(self, kept: Sequence[Any]) -> list[Any]:
         """Return caches of no tokens. `kept` are such as the layout keeps whole."""
-        whole, leaves = iter(kept), []
-        for leaf in self.leaves:
-            cache = leaf.cache() if leaf.role == "rows" else copied(next(whole), lambda array: None)
+        whole = [copied(cache, lambda array: None) for cache in kept]
+        for cache in whole:
             vars(cache).update({name: 0 for name in (*_PLACES, "start_position") if name in vars(cache)})
-            leaves.append(cache)
-        return nested(self.tree, iter(leaves))
+        return self.caches_of(np.empty(0, object), whole, 0)
 
 
 def bound_of(cache: Any) -> int | None:

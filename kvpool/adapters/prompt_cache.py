@@ -414,11 +414,9 @@ class PromptCache:
             seen: set[int] = set()
             stats = {}
             for kind, order in self._order.items():
-                nbytes = 0
-                for one in order:
-                    fresh = set(self._index.pool.table(one.handle).tolist()) - seen
-                    seen |= fresh
-                    nbytes += one.nbytes + self._index.nbytes_of(list(fresh))
+                blocks = {block for one in order for block in self._index.pool.table(one.handle).tolist()} - seen
+                seen |= blocks
+                nbytes = sum(one.nbytes for one in order) + self._index.nbytes_of(list(blocks))
                 stats[kind] = {"n_sequences": len(order), "n_bytes": nbytes}
             return stats
 
