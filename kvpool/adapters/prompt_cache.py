@@ -491,8 +491,8 @@ class PromptCache:
 
     def _is_mixed(self, layout: CacheLayout, namespace: bytes) -> bool:
         """Whether a namespace has caches of another model, too. Nobody knows which of them asks."""
-        has = self._index.has
-        if not any(has(name + namespace) and each.is_of_another_model(layout) for each, name in self._layouts.items()):
+        here = (each for each, name in self._layouts.items() if name + namespace in self._index.chains)
+        if not any(map(layout.is_of_another_model, here)):
             return False
         if not self._has_told:
             self._has_told = True
@@ -871,7 +871,7 @@ class BlockIndex:
         self._tokens = np.empty((max_blocks, BLOCK), np.int32)  # -1 where a block has no token
         self._links = np.zeros((max_blocks, 2), np.int32)  # 1 + the block before and behind in a chain, if they agree
         self._parents: dict[int, int | bytes] = {}  # of the first blocks of chains: a call of `put` makes one
-        self._chains: dict[int | bytes, list[int]] = {}  # the first blocks of the chains behind a block or a root
+        self.chains: dict[int | bytes, list[int]] = {}  # the first blocks of the chains behind a block or a root
 
     @property
     def num_idle(self) -> int:
@@ -887,10 +887,6 @@ class BlockIndex:
             self.pool.resize(had + new)
             self.rows = rows
 
-    def has(self, root: bytes) -> bool:
-        """Whether there are blocks behind a root."""
-        return root in self._chains
-
     def open(self, root: bytes, known: Tokens) -> int:
         """Open a sequence with the whole blocks that a prompt begins with. They become the most recent."""
         return self._prefix.pin(known if len(known) <= self._most else known[: self._most], root)
@@ -904,7 +900,7 @@ class BlockIndex:
 
     def nearest(self, parent: int | bytes, behind: Tokens) -> tuple[int, int]:
         """Return the block behind `parent` that begins with the most of these tokens, and how many these are."""
-        blocks = self._chains.get(parent, [])
+        blocks = self.chains.get(parent, [])
         if isinstance(parent, int):
             following = self._links.item(parent, 1) - 1
             if following >= 0 and self._links.item(following, 0) == parent + 1:
@@ -945,7 +941,7 @@ class BlockIndex:
             self.rows[new] = np.fromiter(rows, object, len(rows))
             self._links[new[1:], 0], self._links[new[:-1], 1] = new[:-1] + 1, new[1:] + 1
             self._parents[new.item(0)] = parent
-            self._chains.setdefault(parent, []).append(new.item(0))
+            self.chains.setdefault(parent, []).append(new.item(0))
             self.nbytes += _nbytes_of(one.layout, len(known) - begin)
         if one.extra is not None and one.layout.is_dense:
             self.origins.update(dict.fromkeys(blocks[max(0, one.media_end - 1) // BLOCK :].tolist(), one))
@@ -984,7 +980,7 @@ class BlockIndex:
         for block in blocks.tolist():
             self.origins.pop(block, None)
             if block in self._parents:
-                chains = self._chains[parent := self._parents.pop(block)]
+                chains = self.chains[parent := self._parents.pop(block)]
                 chains.remove(block)
                 if not chains:
-                    del self._chains[parent]
+                    del self.chains[parent]
