@@ -129,7 +129,7 @@ class Outbox:
                 ticked = time.monotonic()
             with self._change:
                 if not self._queue:
-                    if self._is_closed:
+                    if self._is_closed and not self._names:  # else a `put` that began earlier makes its copies
                         break
                     self._change.wait(max(ticked + self._tick_seconds - time.monotonic(), 0.001))
                 items = self._batch()

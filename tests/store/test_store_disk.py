@@ -191,6 +191,25 @@ def test_block_that_could_not_be_copied_is_taken_later(tmp_path, monkeypatch):
     kit.loads(store, blocks, range(20))
 
 
+def test_block_whose_copy_is_made_while_the_store_closes_is_written(tmp_path, monkeypatch):
+    store, blocks, heads = opened(tmp_path / "store"), blocks_of(1, 1), outbox.expected_heads
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(outbox, "expected_heads", lambda *given: (begun.set(), go.wait(60), heads(*given))[-1])
+    both = [
+        threading.Thread(target=store.store, args=[blocks, kit.content(LAYOUT, blocks)]),
+        threading.Thread(target=store.close),
+    ]
+    both[0].start()
+    assert begun.wait(60)
+    both[1].start()
+    both[1].join(0.1)
+    go.set()
+    for thread in both:
+        thread.join(60)
+    assert store.stats()["disk"].queued_nbytes == 0
+    kit.loads(opened(tmp_path / "store"), blocks, [0])
+
+
 WIDE = 1 << 40
 
 
