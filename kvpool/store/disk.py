@@ -871,8 +871,6 @@ class DiskStore:
 
     def _adopt(self, each: Listed) -> bool:
         """Seal a segment whose writer has died; whether it is sealed now. One without a whole header has nothing."""
-        if time.monotonic() < self._paused_until:
-            return False
         try:
             with self._folder.lock():
                 fd = self._folder.adopt(each.name)

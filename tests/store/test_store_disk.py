@@ -1,6 +1,7 @@
 """`DiskStore`: restarts, the quota, the queue, clocks."""
 
 import errno
+import fcntl
 import os
 import shutil
 import threading
@@ -208,6 +209,22 @@ def test_block_whose_copy_is_made_while_the_store_closes_is_written(tmp_path, mo
         thread.join(60)
     assert store.stats()["disk"].queued_nbytes == 0
     kit.loads(opened(tmp_path / "store"), blocks, [0])
+
+
+def test_segment_of_a_dead_writer_is_taken_over_in_a_pause(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_PAUSE_SECONDS", 3600.0)
+    dead = [opened(tmp_path / "store", 2 * SEGMENT, refresh_seconds=3600.0) for _ in range(2)]
+    for seed, writer in enumerate(dead):
+        kit.stores(writer, blocks_of(seed, 1))
+    store = opened(tmp_path / "store", 2 * SEGMENT)
+    store.store(blocks_of(3, 1), kit.content(LAYOUT, blocks_of(3, 1)))
+    assert store.drain(60) and store.is_paused
+    for writer in dead:
+        fcntl.flock(writer._growing.fd, fcntl.LOCK_UN)
+    end = time.monotonic() + 60
+    while list((tmp_path / "store").glob("*.kvpool-open")) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not list((tmp_path / "store").glob("*.kvpool-open"))
 
 
 WIDE = 1 << 40
