@@ -817,8 +817,9 @@ class DiskStore:
         """Forget the segments that are not in the directory any more."""
         present, names = {each.stem for each in self._listed}, {each.name for each in self._listed}
         if self._growing is not None and self._growing.stem not in present:  # somebody has deleted the file
-            os.close(self._growing.fd)
-            self._growing = None
+            growing, self._growing = self._growing, None
+            with suppress(OSError):  # what a disk could not write may be told only now
+                os.close(growing.fd)
         self.refused = {name: why for name, why in self.refused.items() if name in names}
         self._worthless &= names
         with self._lock:

@@ -227,6 +227,29 @@ def test_segment_of_a_dead_writer_is_taken_over_in_a_pause(tmp_path, monkeypatch
     assert not list((tmp_path / "store").glob("*.kvpool-open"))
 
 
+def test_segment_that_was_deleted_is_closed_once_though_its_close_fails(tmp_path, monkeypatch):
+    store, closed, close = opened(tmp_path / "store"), [], os.close
+    kit.stores(store, blocks_of(1, 1))
+    held_open = store._growing.fd
+
+    def failing(fd):
+        close(fd)
+        if fd == held_open:
+            closed.append(fd)
+            raise OSError(errno.EIO, "planted")
+
+    monkeypatch.setattr(os, "close", failing)
+    for file in (tmp_path / "store").glob("*.kvpool*"):
+        file.unlink()
+    end = time.monotonic() + 60
+    while store.lookup(blocks_of(1, 1)).any() and time.monotonic() < end:
+        time.sleep(0.01)
+    monkeypatch.undo()
+    kit.stores(store, blocks_of(2))
+    kit.loads(store, blocks_of(2), range(20))
+    assert len(closed) == 1
+
+
 WIDE = 1 << 40
 
 
