@@ -197,6 +197,7 @@ class ServerStore:
         self._outbox.batch_nbytes = min(self._outbox.batch_nbytes + _GROWTH_NBYTES, _BATCH_NBYTES)
         refused = [answer for answer in answers if isinstance(answer, ResponseError)]
         if refused:
+            self._sender.connection_pool.disconnect()  # the name may lead to another server by now, the connection not
             self._refused_until = time.monotonic() + self._pause
             self._failed("writing", refused[0])
         else:

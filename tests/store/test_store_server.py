@@ -160,6 +160,27 @@ def test_server_that_refuses_to_write_is_read_on(opened, server, caplog):
         server.client.config_set("maxmemory", 0)
 
 
+def test_name_that_leads_to_another_server_is_followed_when_the_old_one_is_a_replica(tmp_path):
+    (tmp_path / "new").mkdir()
+    servers, place = [KeyServer("redis", str(folder)) for folder in (tmp_path, tmp_path / "new")], tmp_path / "name"
+    place.symlink_to(servers[0].socket)
+    store = ServerStore(f"unix://{place}", kit.LAYOUT, timeout=5.0, pause=1e-6)
+    blocks = kit.LAYOUT.blocks(kit.prompt(1))[0]
+    try:
+        kit.stores(store, blocks[:1])
+        place.unlink()
+        place.symlink_to(servers[1].socket)
+        servers[0].client.replicaof("127.0.0.1", 1)
+        for number in range(1, 4):
+            store.store(blocks[[number]], kit.content(kit.LAYOUT, blocks[[number]]))
+            assert store.drain(60)
+        assert servers[1].client.dbsize() == 2 and store.stats()["server"].dropped == 1
+    finally:
+        store.close()
+        for each in servers:
+            each.stop()
+
+
 def test_server_that_fails_is_in_the_log_once_until_it_works(tmp_path, caplog):
     path, blocks = tmp_path / "server.sock", kit.LAYOUT.blocks(kit.prompt(4))[0]
     store = ServerStore(f"unix://:SECRET@{path}", kit.LAYOUT, timeout=TIMEOUT, pause=1e-6)
