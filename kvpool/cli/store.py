@@ -50,8 +50,13 @@ def _read(segments: list[Any], args: argparse.Namespace) -> Iterator[Any]:
 
 
 def _layout(folder: Any) -> dict[str, Any]:
+    from kvpool.store.blocks import digest_of
+
     try:
         found: dict[str, Any] = folder.read_json("layout.json")
+        text = found.get("text")
+        if not isinstance(text, list) or found.get("layout") != digest_of(map(str, text)).hex():
+            raise ValueError("its digest is not that of its text")
         return found
     except (OSError, ValueError) as error:
         raise CommandError(f"{folder.path}/layout.json cannot be read: {error}") from None
@@ -61,7 +66,7 @@ def _records(folder: Any, each: Any, payloads: bool = True) -> Iterator[tuple[in
     """The records of a segment, none if it has left, and what is wrong; OSError and ValueError if it cannot be read."""
     from kvpool.store.segment_format import examine, read_header
 
-    digest = _layout(folder).get("layout")
+    digest = _layout(folder)["layout"]
     with suppress(FileNotFoundError), os.fdopen(folder.open_segment(each.stem), "rb") as file:
         fd = file.fileno()
         if each.nbytes >= 64 and digest != read_header(fd)[1].hex():
@@ -117,8 +122,8 @@ def _stat(folder: Any, args: argparse.Namespace) -> int:
                 namespaces[head.namespace.hex()] += 1
                 payload += head.nbytes
     facts = {
-        "layout": layout.get("layout"),
-        "text": layout.get("text"),
+        "layout": layout["layout"],
+        "text": layout["text"],
         "segments": len(segments),
         "bytes": sum(each.nbytes for each in segments),
         "payload_bytes": payload,
@@ -129,7 +134,7 @@ def _stat(folder: Any, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
-    print(*(layout.get("text") or ()), sep="\n")
+    print(*layout["text"], sep="\n")
     print(f"{facts['blocks']:,} blocks, {payload:,} bytes, in {len(segments)} segments of {facts['bytes']:,} bytes")
     for group in sorted(groups):
         print(f"  group {group}: {groups[group]:,} blocks")
@@ -143,9 +148,9 @@ def _verify(folder: Any, args: argparse.Namespace) -> int:
 
     problems, count = [], 0
     try:
-        folder.read_json("layout.json")["layout"]
-    except (OSError, ValueError, KeyError) as error:
-        problems.append({"segment": "layout.json", "offset": 0, "problem": f"it cannot be read: {error}"})
+        _layout(folder)
+    except CommandError as error:
+        problems.append({"segment": "layout.json", "offset": 0, "problem": str(error)})
     for each in _read(_segments(folder) if not problems else [], args):
         for offset, head, wrong in _examined(folder, each):
             count += head is not None

@@ -8,7 +8,7 @@ own tokens. A store compares all of them before it says that it has loaded a blo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -92,8 +92,7 @@ class Layout:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that two layouts share only if they are equal."""
-        framed = b"".join(len(line).to_bytes(8, "little") + line for line in map(str.encode, self.lines))
-        return hashlib.sha256(framed).digest()[:KEY_NBYTES]
+        return digest_of(self.lines)
 
     def blocks(self, tokens: Any, namespace: bytes = b"", key: bytes | None = None) -> tuple[Blocks, ...]:
         """Name the full blocks of a prompt: for each group its blocks, first to last.
@@ -230,6 +229,12 @@ def _checked_tokens(call: str, given: Any) -> np.ndarray:
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
         raise ValueError(f"[{call}] tokens are {tokens.min()} .. {tokens.max()}, the range is 0 .. 2^31 - 1")
     return np.ascontiguousarray(tokens, "<i4")
+
+
+def digest_of(lines: Iterable[str]) -> bytes:
+    """Return the digest of a layout with these lines."""
+    framed = b"".join(len(line).to_bytes(8, "little") + line for line in map(str.encode, lines))
+    return hashlib.sha256(framed).digest()[:KEY_NBYTES]
 
 
 def checked_layout(call: str, layout: Any) -> Layout:

@@ -186,6 +186,17 @@ def test_prune_leaves_segments_that_cannot_be_read_here(directory, capsys, monke
     assert said(capsys, "verify", directory) == (0, {"records": 15, "problems": []})
 
 
+def test_prune_deletes_no_segment_because_the_layout_file_is_damaged(directory, capsys):
+    file, segments = directory / "layout.json", sorted(directory.glob("*.kvpool"))
+    whole = file.read_bytes()
+    for damaged in (whole.replace(LAYOUT.digest.hex().encode(), b"0" * 32), b'{"text": 5}', b'{"text": ["w"]}'):
+        file.write_bytes(damaged)
+        assert main(["store", "prune", str(directory), "--damaged"]) == 2
+        assert "its digest is not that of its text" in capsys.readouterr().err
+        assert said(capsys, "verify", directory)[0] == 1
+        assert sorted(directory.glob("*.kvpool")) == segments
+
+
 def test_prune_reads_without_the_lock_that_writers_need(directory, capsys, monkeypatch):
     def examine(*args):
         with closing(Folder(str(directory), "a writer")) as other, other.lock():
