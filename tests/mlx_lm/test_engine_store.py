@@ -517,6 +517,26 @@ def test_closed_engine_saves_nothing(model, filled):
     assert not engine.is_saving and engine.kv.pool.stats().used == 0
 
 
+@pytest.mark.parametrize("error", [MemoryError("planted"), KeyboardInterrupt()], ids=repr)
+def test_close_whose_copies_fail_gives_blocks_back_and_closes_the_store(model, error, monkeypatch):
+    engine, store = with_busy_writer(model)
+    closed, stored = [], engine.kv.stored
+
+    def failing(*given):
+        raise error
+
+    monkeypatch.setattr(store, "close", lambda: closed.append(True))
+    answer(engine)
+    assert engine.is_saving
+    monkeypatch.setattr(stored, "_export_one", failing)
+    store.open_gate.set()
+    with pytest.raises(type(error)):
+        engine.close()
+    engine.kv.pool.check()
+    assert engine.kv.pool.stats().used == 0 and closed == [True]
+    assert not stored._reader._thread.is_alive() and not stored._writer._thread.is_alive()
+
+
 def test_prompt_that_is_cached_meanwhile_is_not_loaded_again(model, filled, monkeypatch):
     monkeypatch.setattr(module, "MOST_LOADS", 1)
     store, due = filled

@@ -623,15 +623,14 @@ class StoredPrefixes:
         if self._is_closed:
             return
         self._is_closed = True
-        for id in list(self._loads):
-            self.drop(id)
-        self.flush()
-        for save in self._saves:
-            self._pool.close(save.handle)
-        self._saves.clear()
-        for worker in (self._reader, self._writer):
-            worker.join(1.0)
-        self.store.close()
+        try:
+            for id in list(self._loads):
+                self.drop(id)
+            self.flush()
+        finally:  # there may be no memory for a copy, and a user who waits no longer
+            self.abandon()
+            for worker in (self._reader, self._writer):
+                worker.join(1.0)
 
     def _count(self, **more: int) -> None:
         self._counts = self._counts._replace(**{name: getattr(self._counts, name) + n for name, n in more.items()})
