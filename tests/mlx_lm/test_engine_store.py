@@ -465,6 +465,24 @@ def test_fetch_beside_an_engine_leaves_its_requests_alone(model, filled):
     checked(engine)
 
 
+@pytest.mark.parametrize("call", ["wait", "_import"])
+def test_fetch_that_is_interrupted_leaves_no_load(model, filled, monkeypatch, call):
+    store, _ = filled
+    engine = engine_of(model, store)
+    stored, own = engine.kv.stored, getattr(engine.kv.stored, call)
+
+    def interrupted(*given):
+        if any(load.handle >= 0 for load in stored._loads.values()):
+            raise KeyboardInterrupt
+        return own(*given)
+
+    monkeypatch.setattr(stored, call, interrupted)
+    with engine.kv as kv, pytest.raises(KeyboardInterrupt):
+        kv.fetch([*PROMPT, *OTHER])
+    assert not stored.num_loads and not stored._ended and engine.kv.pool.stats().used == 0
+    checked(engine)
+
+
 def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, filled, monkeypatch):
     for name in ("FIRST_SLICE", "MOST_SLICE"):
         monkeypatch.setattr(module, name, 2048)

@@ -270,10 +270,12 @@ class StoredPrefixes:
     def load_now(self, tokens: np.ndarray, namespace: bytes, own: bytes) -> None:
         """Load what the store has of a prompt, and wait for it."""
         if self.begin(key := object(), tokens, namespace, own):
-            while key in self._loads:
-                self.move(runs=False)
-                self.wait(0.01 if key in self._loads else 0)
-            self._ended.remove(key)
+            try:
+                while key in self._loads:
+                    self.move(runs=False)
+                    self.wait(0.01 if key in self._loads else 0)
+            finally:  # a copy may fail, and a key of the user end the wait
+                self.drop(key)
 
     def _look(self, load: _Load) -> None:
         """Find out how much the store has. In the thread that reads."""
