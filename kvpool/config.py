@@ -7,6 +7,7 @@ of a model keep by its config (kvpool.sizing), and how much of it fits, as text 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import sys
@@ -282,8 +283,10 @@ def read_text(path: str) -> str:
     """Return the content of a file of the system, empty where there is none."""
     try:
         return Path(path).read_text()
-    except OSError:  # another system, or no permission: the caller has a less exact source
-        return ""
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # it says nothing about the file
+            raise
+        return ""  # another system, or no permission: the caller has a less exact source
 
 
 _UNITS = {"B": 1}

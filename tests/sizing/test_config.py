@@ -1,5 +1,6 @@
 """Specs, layouts, pool sizing and model configs, against sizes worked out by hand."""
 
+import errno
 import json
 from itertools import product
 
@@ -206,6 +207,17 @@ def test_available_memory_is_limited_by_the_cgroup(monkeypatch):
     for place, most in (("one.slice", 2**28), ("one.slice/two.service", 2**27)):
         files |= {f"/sys/fs/cgroup/{place}/memory.max": f"{most}", f"/sys/fs/cgroup/{place}/memory.current": "7"}
         assert (config.available_memory_nbytes(), config.memory_nbytes()) == (most - 7, most)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_memory_that_cannot_be_read_for_now_is_not_taken_for_all_of_it(monkeypatch, number):
+    def failing(path):
+        raise OSError(number, "planted")
+
+    monkeypatch.setattr(config.Path, "read_text", failing)
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    with pytest.raises(OSError, match="planted"):
+        config.available_memory_nbytes()
 
 
 @pytest.mark.parametrize(
