@@ -18,6 +18,7 @@ from kvpool.config import available_memory_nbytes, format_nbytes, memory_pressur
 from kvpool.governor import KEEP, Governor, Holder, Machine
 from kvpool.metrics import Metric, gauge
 from kvpool.serving.texts import trim
+from kvpool.store.outbox import Failures
 
 if TYPE_CHECKING:
     from kvpool.serving.runner import Runner
@@ -47,13 +48,14 @@ class Memory:
 
     async def watch(self, runner: Runner) -> None:
         """Look once a second, between two steps of the engine."""
+        failures = Failures()
         while True:
             await asyncio.sleep(SECONDS)
             if runner.failure is None:
                 try:
                     await runner.ask(self.look)
-                except Exception:
-                    _log.exception("memory: this look failed, the next one follows")
+                except Exception as error:
+                    failures.tell(_log, "memory: this look failed, the next one follows", error)
 
     def look(self, engine: Engine) -> None:
         """Look at the machine, and resize if it is time. Only the thread of the engine may call it."""

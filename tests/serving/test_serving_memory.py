@@ -3,6 +3,7 @@
 ``KVPOOL_PICTURE=docs/memory.png pytest -m long`` on this file draws what happened.
 """
 
+import asyncio
 import concurrent.futures
 import gc
 import os
@@ -347,6 +348,22 @@ def test_server_with_a_draft_model_and_a_store_gives_memory_back_when_idle_and_a
                 time.sleep(0.2)
         assert server.metrics()["kvpool_accepted_tokens_total"] > 20
         assert server.metrics()["kvpool_store_saved_blocks_total"] > 0
+
+
+def test_look_that_always_fails_is_in_the_log_once(monkeypatch, caplog):
+    calls = []
+
+    async def ask(call):
+        calls.append(call)
+        if len(calls) == 20:
+            raise asyncio.CancelledError
+        raise OSError("planted")
+
+    monkeypatch.setattr(memory, "SECONDS", 0)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(Memory(Governor(0, 1), 1).watch(SimpleNamespace(failure=None, ask=ask)))
+    (told,) = caplog.records
+    assert "this look failed" in told.getMessage() and "planted" in str(told.exc_info[1])
 
 
 def test_memory_that_a_store_may_still_take_is_not_for_the_pool(monkeypatch):
