@@ -175,6 +175,23 @@ def test_load_that_is_too_slow_is_given_up_and_computed(model, filled, is_measur
     checked(engine)
 
 
+def test_store_that_was_slow_once_is_read_again(model, filled):
+    store, due = filled
+    engine = engine_of(model, store)
+    store.slow = 0.5
+    assert answer(engine)[:2] == due  # nobody knows yet how fast the model computes
+    store.slow = 0.0
+    answer(engine, OTHER, namespace=b"x")
+    tries = 0
+    while engine.kv.stored.stats().loads < 2:
+        tries += 1
+        assert tries < 100
+        engine.kv.pool.prefix.flush()
+        assert answer(engine)[:2] == due
+    assert engine.kv.stored.stats().computed_loads > 0
+    checked(engine)
+
+
 def test_others_run_while_a_prompt_is_loaded(model, filled):
     store, due = filled
     store.open_gate.clear()
