@@ -608,6 +608,23 @@ def test_cpu_time_of_the_threads_of_a_store_is_taken_from_that_of_saves(monkeypa
     checked(engine)
 
 
+def test_copy_that_was_slow_once_is_made_while_others_run_when_its_time_has_come(model):
+    engine, store = with_busy_writer(model)
+    stored = engine.kv.stored
+    answer(engine)
+    store.open_gate.set()
+    end = time.monotonic() + 60  # a hang
+    while not stored._can_export() and time.monotonic() < end:
+        stored.wait(0.01)
+    stored._export.add(1, 1000.0)
+    for seconds, is_due in ((0.0, False), (1e6, True)):
+        stored._credit = 0.0
+        stored.note(seconds, 0)
+        stored.move(runs=True)
+        assert (stored.stats().saved_blocks > 0) == is_due
+    checked(engine)
+
+
 def test_running_requests_are_not_preempted_for_saves():
     engine, store = with_busy_writer(tiny.make()[0], 32)
     answer(engine, OTHER[:60])

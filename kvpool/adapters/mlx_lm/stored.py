@@ -42,6 +42,7 @@ FIRST_SLICE, MOST_SLICE = 2**20, 2**23  # bytes that are read together: the firs
 STAGED = 2**28  # bytes between a thread of the store and the pool
 STEP_NBYTES = 2**25  # that a step copies into the pool, while others run
 SAVE_SHARE = 0.01  # of the time of steps, that saves may take, the copy and the write together
+MOST_CREDIT = 1.0  # seconds of it that may be left for later
 PINNED_SHARE = 0.125  # of the pool, that saves may hold
 TOLERANCE = 0.03  # of the time that computing takes: how far a load may be behind it
 PATIENCE = 10.0  # seconds that a load may bring nothing, as long as nobody knows how fast the model computes
@@ -511,7 +512,7 @@ class StoredPrefixes:
         """Tell how long a step took, and how many tokens of prompts it computed."""
         with self._news:
             written, self._written = self._written, 0.0
-        self._credit = min(self._credit + SAVE_SHARE * seconds - written, 1.0)
+        self._credit = min(self._credit + SAVE_SHARE * seconds - written, MOST_CREDIT)
         if chunk:
             self._prefill.add(chunk, seconds)
 
@@ -547,7 +548,7 @@ class StoredPrefixes:
             if save.lacking:
                 part = save.lacking[0]
                 nbytes = self._nbytes(part)
-                if runs and self._export.known and self._credit < nbytes / self._export.value:
+                if runs and self._export.known and self._credit < min(nbytes / self._export.value, MOST_CREDIT):
                     return
                 save.lacking.popleft()
                 self._export_one(save, part, nbytes)
