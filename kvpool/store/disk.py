@@ -478,14 +478,6 @@ class DiskStore:
                 raise ValueError(f"[DiskStore] {name} is {value}, the least for this layout is {least}")
             if most is not None and value > most:
                 raise ValueError(f"[DiskStore] {name} is {value}, the limit is {most}")
-        self._folder = Folder(path, "DiskStore")
-        try:
-            self._folder.check_layout(layout)
-            self._reserve = min(_RESERVE_NBYTES, self._folder.disk()[0] // 20)
-            self._reserve = self._reserve if reserve_nbytes is None else reserve_nbytes
-        except BaseException:
-            self._folder.close()
-            raise
         self.ready = Event()  #: set when all that was there at the start is known; before that, lookups find less
         self.refused: dict[str, str] = {}  #: segment files that cannot be used, and why
         self._lock = RLock()  # guards what follows, up to `_is_closed`
@@ -494,15 +486,23 @@ class DiskStore:
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._held_nbytes = 0
-        self._counts = TierStats(limit_nbytes=self.max_nbytes, reserve_nbytes=self._reserve)
         self._is_closed = False
         self._listed: list[Listed] = []  # what was in the directory. The thread's alone, as what follows
         self._growing: _Growing | None = None
         self._worthless: set[str] = set()  # of those refused: damaged, or of another layout
-        self._paused_until = float("inf") if self._folder.is_read_only else 0.0
         self._refusal = ""  # why it pauses; empty when a block was written
         self._touched = time.monotonic()
-        self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds, _BATCH_NBYTES)
+        self._folder = Folder(path, "DiskStore")
+        try:
+            self._folder.check_layout(layout)
+            self._reserve = min(_RESERVE_NBYTES, self._folder.disk()[0] // 20)
+            self._reserve = self._reserve if reserve_nbytes is None else reserve_nbytes
+            self._counts = TierStats(limit_nbytes=self.max_nbytes, reserve_nbytes=self._reserve)  # with the lock
+            self._paused_until = float("inf") if self._folder.is_read_only else 0.0
+            self._outbox = Outbox(self._write, self._refresh, self._end, queue_nbytes, refresh_seconds, _BATCH_NBYTES)
+        except BaseException:
+            self._folder.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<DiskStore in {self._folder.path}, {len(self._index)} blocks, at most {self.max_nbytes} bytes>"

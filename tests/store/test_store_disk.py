@@ -276,7 +276,11 @@ def test_size_that_is_none_or_too_large_is_refused_at_the_start(tmp_path, group,
     assert not (tmp_path / "store").exists()
 
 
-def test_closed_and_refused_stores_keep_no_file_open(tmp_path, files_open):
+def test_closed_and_refused_stores_keep_no_file_open(tmp_path, files_open, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: 1 // 0)  # the system has no thread more
+        with pytest.raises(ZeroDivisionError):
+            opened(tmp_path / "store")
     for seed in range(5):
         store = opened(tmp_path / "store")
         kit.stores(store, blocks_of(seed))
