@@ -689,36 +689,38 @@ cdef extern from *:
     void debug_assert "kv_assert"(bint holds) noexcept nogil
 
 
-cdef void fetch_units(const Groups* gs, int64_t most) noexcept nogil:
-    """Fetch what the eviction of the next units looks at: their misses overlap, as those of a lookup do."""
+cdef inline int32_t fetch_unit(const Groups* gs, int32_t n) noexcept nogil:
+    """Fetch what the eviction of a unit looks at beside its node; returns the unit that leaves behind it."""
     cdef const Tree* t = gs.tree
-    cdef int32_t[IN_FLIGHT] nodes
-    cdef int32_t n = t.cold.head if t.cold.size else t.warm.head, size = 0, i, k, first
-    while n != NO_NODE and size < min(most, <int64_t>IN_FLIGHT):
-        kv_prefetch(&t.node[n])
-        nodes[size] = n
-        size += 1
-        n = t.unit[n].next
-    for i in range(size):
-        kv_prefetch(bucket_of(t, t.node[nodes[i]].hash))
-        for k in range(gs.num_groups):
-            first = node_entry(t, nodes[i], k)[0] if gs.group[k].kind == FULL_LAYERS else NO_BLOCK
-            if first != NO_BLOCK:
-                kv_prefetch(&gs.group[k].blocks.block[first])
-                kv_prefetch(&t.stands[gs.group[k].arena][first])
-    for i in range(size):
-        kv_prefetch(&t.node[bucket_of(t, t.node[nodes[i]].hash)[0]])
+    cdef int32_t k, first
+    kv_prefetch(bucket_of(t, t.node[n].hash))
+    for k in range(gs.num_groups):
+        first = node_entry(t, n, k)[0] if gs.group[k].kind == FULL_LAYERS else NO_BLOCK
+        if first != NO_BLOCK:
+            kv_prefetch(&gs.group[k].blocks.block[first])
+            kv_prefetch(&t.stands[gs.group[k].arena][first])
+    return t.unit[n].next
 
 
 cdef void tree_make_room(Groups* gs, int32_t arena, int64_t n) noexcept nogil:
-    """At least n blocks of an arena are blank then. The caller has checked blocks_available."""
+    """At least n blocks of an arena are blank then. The caller has checked blocks_available.
+
+    Units are fetched some evictions ahead, their nodes first: then misses overlap with each other, and with the work.
+    """
+    cdef const Tree* t = gs.tree
     cdef bint may_leave = True
-    cdef int32_t count = 0
+    cdef int64_t lacking = n - gs.arena[arena].num_blank, count = 0, nodes = 0, units = 0
+    cdef int32_t far = NO_NODE if lacking == 1 else t.cold.head if t.cold.size else t.warm.head, near = far
     while may_leave and gs.arena[arena].num_blank < n:
-        if count % IN_FLIGHT == 0 and n - gs.arena[arena].num_blank > 1:
-            fetch_units(gs, n - gs.arena[arena].num_blank)
+        while far != NO_NODE and nodes < min(count + IN_FLIGHT, lacking):
+            kv_prefetch(&t.node[far])
+            far = t.unit[far].next
+            nodes += 1
+        while near != NO_NODE and units < min(count + IN_FLIGHT // 2, lacking):
+            near = fetch_unit(gs, near)
+            units += 1
         count += 1
-        may_leave = evict_next(gs, gs.tree.has_units[arena], gs.tree.has_checkpoints[arena])
+        may_leave = evict_next(gs, t.has_units[arena], t.has_checkpoints[arena])
     debug_assert(gs.arena[arena].num_blank >= n)        # else a block is taken behind the back of the tree
 
 
