@@ -26,9 +26,8 @@ Why it is so:
   out must hold them back; a `done` that comes early is noted until its turn.
 - Only the newest step can be rolled back, since later ones build on its tables, and none of which a
   fork is open: the child shares what it would take back. O(max_seqs) where forks were made at all.
-- A tail that was found own stays so until `turns` of its blocks grows or the table has a new version:
-  so a plan whose rows were steady looks at no block. A commit to the prefix cache is no turn, since
-  what it commits is full, and no row's tail.
+- A tail that was found own stays so until `turns` of its blocks grows or its table has a new version. A commit to the
+  prefix cache is no turn: what it commits is full, and no row's tail.
 - A steady row that takes no block has neither event nor change, so what a step keeps for its undo
   is a handle and a number per row.
 
@@ -704,6 +703,7 @@ cdef bint begin_entry(Groups* gs, const LayerGroup* g, StepPart* part, int32_t s
     return True
 
 
+@cython.callspec("__attribute__((always_inline))")      # else one row pays for the call
 cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, Py_ssize_t n, const Limits* limits,
                                    int64_t step_id) noexcept nogil:
     """Serve one token to each row in the first group, up to the first row that is not steady: its number is returned.
@@ -724,21 +724,22 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
     cdef bint looked = exact or wide or part.own_turns != g.blocks.turns or part.own_rows < n
     cdef bint by_one = grows_by_one(gs, g) and not exact
     cdef int64_t most = min(<int64_t>part.width, gs.most_blocks), bs = gs.block_size
-    cdef int64_t row, slot, length, at, prev
+    cdef int64_t row, slot, length, at, prev = -1
     cdef Py_ssize_t i
     cdef Event* event
     cdef Seq* q
-    if n == 0 or slot_of(handle[0]) >= max_seqs:
-        return 0
-    p.all_prev = prev = seq[slot_of(handle[0])].last_step
     for i in range(n):
         row = handle[i]
         slot = row & (MAX_SEQS - 1)
         if slot >= max_seqs:
             break
         q = &seq[slot]
-        if q.handle != row or q.last_step != prev:
+        if q.handle != row:
             break
+        if seldom(q.last_step != prev):
+            if i:
+                break
+            prev = q.last_step
         at = q.lead.next_slot
         length = q.num_tokens + 1
         if not seldom(at >= q.lead.stop_slot):
@@ -771,6 +772,7 @@ cdef inline Py_ssize_t steady_rows(Groups* gs, Step* p, const int64_t* handle, P
         q.last_step = step_id
     else:
         i = n
+    p.all_prev = prev
     return i
 
 
@@ -821,7 +823,6 @@ cdef void take_begun(Groups* gs, LayerGroup* g, StepPart* part, const Step* p) n
         t.version = version + i + 1
         t.next_slot = at + 1
         t.stop_slot = at + bs
-    part.num_copies = 0
     gs.arena[0].digest = digest
 
 
@@ -859,9 +860,10 @@ cdef bint step_steady(Groups* gs, Step* p, const Ints* handles, const Ints* num_
     gs.seqs.sum_tokens += n
     begin_commit(gs, p)
     for k in range(gs.num_groups):
-        if grows_by_one(gs, &gs.group[k]):
+        p.part[k].num_copies = 0
+        if p.num_events and grows_by_one(gs, &gs.group[k]):
             take_begun(gs, &gs.group[k], p.part[k], p)
-        else:
+        elif p.num_events:
             commit_group(gs, &gs.group[k], p.part[k], p)
             for i in range(p.num_events):
                 enter_tail(gs, &gs.group[k], p.part[k], p, &p.event[i], True)
