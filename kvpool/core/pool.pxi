@@ -40,7 +40,7 @@ cdef int init_seqs(State* pool, object max_seqs, object max_blocks_per_seq, obje
     s.seq = <Seq*>((<size_t>s.memory + sizeof(Seq) - 1) // sizeof(Seq) * sizeof(Seq))
     for slot in range(s.max_seqs):
         s.free_slot[slot] = slot
-        s.seq[slot].handle = -1
+        s.seq[slot].handle = ~slot
     s.num_free_slots = s.max_seqs
     s.tag = take_tag(&s.first_generation)
     s.base = (s.tag << TAG_SHIFT) | (s.first_generation << SLOT_BITS)

@@ -46,7 +46,7 @@ cdef struct Tail:               # of a row of a layer group: where its next toke
 
 
 cdef struct Seq:                # what a step reads and moves: 64 bytes, one cache line
-    int64_t handle              # -1: not open; while it is being loaded ~handle, or -1 once it was closed
+    int64_t handle              # ~slot, which names another: not open, or closed while loading; loading: ~handle
     int64_t num_tokens          # that it has or had: evicted ones count, and give positions
     int64_t last_step           # newest step that had this sequence as a row, 0: none
     int32_t num_blocks          # of the pool that its tables have room for, evicted ones included

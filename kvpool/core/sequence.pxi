@@ -121,7 +121,7 @@ cdef void seq_retire_handle(Seqs* s, int32_t slot) noexcept nogil:
     s.num_open -= 1
     s.num_late -= life.late
     life.late = False
-    s.seq[slot].handle = -1
+    s.seq[slot].handle = ~slot
     if s.first_generation + life.generation + 1 == GENERATIONS:
         life.life = RETIRED
         return
@@ -186,7 +186,7 @@ cdef uint64_t seqs_fingerprint(const Seqs* s, const Blocks* b, uint64_t h, int64
         if not seq_has_blocks(s, slot):
             continue
         if s.life[slot].life == LOADING:
-            h = mix(h, q.handle == -1)
+            h = mix(h, q.handle == ~slot)
         h = mix(mix(mix(h, q.num_tokens), q.num_blocks), s.life[slot].point)
         if b.newest_pending and q.last_step >= b.oldest_pending:
             h = mix(h, next_step - q.last_step)
@@ -206,7 +206,7 @@ cdef bint check_handle(const Seqs* s, int32_t slot, int32_t* num_open, int32_t* 
     num_open[0] += seq_has_blocks(s, slot)
     retired[0] += s.life[slot].life == RETIRED
     if handle == made if s.life[slot].life == OPEN else (
-            handle == -1 or (handle == ~made and s.life[slot].life == LOADING)):
+            handle == ~slot or (handle == ~made and s.life[slot].life == LOADING)):
         return False
     return found(finding, b"slot %d has life %d and handle %lld", slot, <int>s.life[slot].life, <long long>handle)
 

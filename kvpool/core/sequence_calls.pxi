@@ -81,7 +81,7 @@ cdef int pool_loaded(State* pool, int64_t handle, int64_t length, bint* is_open,
         least = most = pool.groups.tree.row[slot].cut
     if length and not least <= length <= most:
         return refused(v, BAD_LOAD, -1, length, least, most, 0)
-    is_open[0] = q.handle != -1
+    is_open[0] = q.handle != ~slot
     s.life[slot].life = OPEN
     q.handle = seq_made(s, slot)
     b.digest = mix(mix(mix(b.digest, OP_LOADED), untagged(s, handle)), length)

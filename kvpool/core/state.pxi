@@ -41,7 +41,7 @@ cdef int pool_end(State* pool, int status, const Verdict* v, str call) except -1
 cdef inline void close_slot(State* pool, int32_t slot) noexcept nogil:
     if pool.seqs.life[slot].life == LOADING:    # somebody writes its blocks: they stay until `loaded`
         pool.blocks.digest = mix(mix(pool.blocks.digest, OP_CLOSE), untagged(&pool.seqs, seq_made(&pool.seqs, slot)))
-        pool.seqs.seq[slot].handle = -1
+        pool.seqs.seq[slot].handle = ~slot
     else:
         groups_close(pool.groups, slot)
 

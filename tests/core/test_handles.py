@@ -180,6 +180,14 @@ def test_empty_batch_is_legal(make_any, make_plan, call):
             pool.done(plan)
 
 
+def test_handle_of_no_sequence_is_refused_where_its_slot_exists(make_pool, make_plan, refused):
+    pool = make_pool(max_seqs=2**20)
+    plan = make_plan(pool)
+    for handles in ([-1], [pool.open(), -1]):
+        with refused(pool, ValueError, "step", -1, plans=[plan]):
+            pool.step(plan, np.array(handles), 1)
+
+
 def test_row_twice_in_a_step_of_decodes_is_refused(make_any, make_plan, refused):
     pool = make_any()
     plan, handles = make_plan(pool), [pool.open() for _ in range(3)]
