@@ -56,3 +56,13 @@ def test_beam_wider_than_half_of_the_vocabulary_is_searched():
     engine, width = Engine(tiny_llama(), 900, block_size=BLOCK, max_running=200), VOCAB // 2 + 10
     assert len(engine.generate([1, 2, 3], max_tokens=2, beam_width=width, n=width).samples) == width
     assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("ends", [(), (0, 1, 2)])
+def test_beam_that_finds_fewer_hypotheses_than_it_is_asked_for_ends_with_these(ends):
+    engine = Engine(tiny_llama(vocab_size=3), 60, block_size=BLOCK)
+    beam = engine.submit([0, 1], max_tokens=1 if not ends else 3, eos=ends, beam_width=4, n=4)
+    found = [one for _ in range(4) for one in engine.step()]
+    assert [one.id for one in found] == [beam]
+    assert sorted(one.tokens.tolist() for one in found[0].samples) == [[0], [1], [2]]
+    assert_nothing_is_left(engine)

@@ -699,10 +699,12 @@ class Engine:
             reasons[output.id, output.index, len(output.tokens) - 1] = output.finish_reason
             job = self._jobs[output.id]
             job.outputs[output.index] = output
-            if len(job.outputs) == job.request.n:
-                ended[output.id] = self._jobs.pop(output.id)
-                if self.kv.stored is not None:
-                    self.kv.stored.drop(output.id)
+            if len(job.outputs) == job.request.n or job.request.beam_width:  # a beam may find fewer
+                ended[output.id] = job
+        for id in ended:
+            del self._jobs[id]
+            if self.kv.stored is not None:
+                self.kv.stored.drop(id)
         stopped: list[_Job] = []
         for request, index, position, token, logprob, top in rows:
             current = ended.get(request.id) or self._jobs.get(request.id)
