@@ -118,6 +118,16 @@ def test_samples_come_to_their_stop_strings_one_by_one(engine):
     assert "stop" in {one.finish_reason for one in together.samples}
 
 
+def test_samples_that_have_stopped_run_no_longer_than_the_last_other_one(engine):
+    options = {"temperature": 1.0, "seed": 3, "max_tokens": 60, "n": 2}
+    first, second = engine.generate(PROMPT, **options).samples
+    end = next(token for token in second.tokens.tolist() if token not in first.tokens)
+    stop = next(letter for letter in first.text if letter not in second.text)
+    found = engine.generate(PROMPT, eos=end, stop=stop, **options).samples
+    assert [one.finish_reason for one in found] == ["stop", "eos"]
+    assert max(len(one.output.tokens) for one in found) == max(len(one.tokens) for one in found)
+
+
 class Letters:
     """A detokenizer of one letter per token, or of several if the token is text."""
 

@@ -779,8 +779,9 @@ class _Job:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether all samples have ended with a stop string."""
-        return sum(one.is_stopped for one in self._transcripts.values()) == self.request.n
+        """Whether all samples have ended, some of them with a stop string."""
+        stopped = {index for index, one in self._transcripts.items() if one.is_stopped}
+        return len(stopped | self.outputs.keys()) == self.request.n
 
     def fail_not_finite(self, index: int, position: int) -> bool:
         """End the request with such a token, unless its sample has stopped before. Return whether it is the cause."""
