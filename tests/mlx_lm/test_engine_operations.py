@@ -257,6 +257,17 @@ def test_a_listener_that_raises_ends_its_own_request_only(engine, answer):
     assert engine.num_unfinished == 0
 
 
+def test_requests_that_end_in_a_step_that_a_listener_interrupts_are_returned_by_the_next(engine):
+    def interrupted(event):
+        raise KeyboardInterrupt
+
+    ids = [engine.submit(PROMPT, max_tokens=1, on_token=listener) for listener in (interrupted, None)]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.num_unfinished == 2
+    assert [(one.id, len(one.tokens)) for one in engine.step()] == [(ids[0], 1), (ids[1], 1)]
+
+
 def test_call_whose_request_is_cancelled_returns(engine, answer):
     def listener(event):
         heard.append(event)

@@ -705,6 +705,7 @@ class Engine:
             del self._jobs[id]
             if self.kv.stored is not None:
                 self.kv.stored.drop(id)
+        self._ended.extend(ended.values())  # before a listener may interrupt it
         stopped: list[_Job] = []
         for request, index, position, token, logprob, top in rows:
             current = ended.get(request.id) or self._jobs.get(request.id)
@@ -721,7 +722,6 @@ class Engine:
                     current.error = error
             if (current.error is not None or current.is_stopped) and request.id not in ended:
                 stopped.append(current)
-        self._ended.extend(ended.values())
         for job in filter(self._is_in, stopped):
             self._cancelled(job)
             self._ended.append(job)
