@@ -323,7 +323,8 @@ def format_nbytes(nbytes: int) -> str:
 # ---------------------------------------------------------------------- what `kvpool plan` says
 
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
-_LONGEST = ("max_position_embeddings", "model_max_length", "n_positions", "max_seq_len", "seq_length")
+LONGEST = ("max_position_embeddings", "model_max_length", "n_positions", "max_seq_len", "seq_length")
+"""Fields of a config that say how many tokens the model supports."""
 MAX_TOKENS = 2**17  # of a sequence, in models that hold a bounded number of blocks for any length
 _ROWS = 32  # sequences that run at a time: kvpool serve's --max-running
 _KEPT = {"full": "every token", "window": "last {}", "chunk": "chunk of {}", "state": "state"}
@@ -432,7 +433,7 @@ def describe_plan(
     """
     fields = model_fields(config)
     if max_len is None:
-        max_len = next((fields[name] for name in _LONGEST if fields.get(name)), MAX_TOKENS)
+        max_len = next((fields[name] for name in LONGEST if fields.get(name)), MAX_TOKENS)
     storage = {"k_bits": k_bits, "v_bits": v_bits, "quant_group_size": quant_group_size}
     storage["block_size"] = checked_int("plan", "block_size", block_size)
     groups = layer_groups(config, dtype=dtype)

@@ -432,6 +432,14 @@ def test_wrong_requests_are_refused_and_nothing_is_lost(engine, answer, prompt, 
     assert ended(engine)["taken"].text == answer
 
 
+def test_model_with_learned_positions_gives_no_more_tokens_than_it_has_of_them():
+    model = tiny_families.build("gpt2", tiny_families.config_of("gpt2") | {"n_positions": 16})
+    engine = Engine(model, 40, block_size=BLOCK)
+    with pytest.raises(RequestRejected, match="the model takes 16"):
+        engine.generate([1, 2, 3], max_tokens=15)
+    assert len(engine.generate([1, 2, 3], max_tokens=14).tokens) == 14
+
+
 def test_request_that_is_unknown_is_not_cancelled_and_a_beam_not_streamed(engine):
     id = engine.submit("abc", max_tokens=2)
     ended(engine)

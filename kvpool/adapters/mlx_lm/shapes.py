@@ -25,7 +25,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 from mlx_lm.utils import _get_classes
 
 from kvpool.adapters.mlx_lm.hooks import Hook
-from kvpool.config import KVSpec
+from kvpool.config import LONGEST, KVSpec
 from kvpool.eviction import SlidingWindow
 from kvpool.sizing import LayerGroup, StateArray
 
@@ -225,8 +225,8 @@ def state_shapes(arrays: Sequence[mx.array | None]) -> tuple[StateShape | None, 
 
 def max_positions(model: Any) -> int | None:
     """Return the most tokens that a model supports, None if it does not say."""
-    found = getattr(getattr(model, "args", None), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    fields = (getattr(getattr(model, "args", None), name, None) for name in LONGEST)
+    return next((most for most in fields if isinstance(most, int)), None)
 
 
 def with_bits(
