@@ -385,7 +385,7 @@ def test_request_of_a_call_in_which_the_model_raises_is_taken_back_alone(engine,
 
 def test_listeners_hear_the_likeliest_tokens(engine):
     events = []
-    engine.generate(PROMPT, max_tokens=9, on_token=events.append, top_logprobs=3)
+    engine.generate(PROMPT, max_tokens=9, on_token=events.append, top_logprobs=np.int8(3))
     engine.generate(PROMPT, max_tokens=9, on_token=events.append, top_logprobs=300)
     assert [len(event.top) for event in events] == [3] * 9 + [257] * 9
     for event in events:

@@ -169,6 +169,8 @@ def test_best_ranks_the_likeliest():
     [
         ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
         ({"temperature": math.inf}, ValueError, "temperature is inf"),
+        ({"temperature": 10**400}, ValueError, "it must be 0 .. 1e30"),
+        ({"temperature": np.float16(math.inf)}, ValueError, "temperature is inf"),
         ({"temperature": 1e39}, ValueError, "it must be 0 .. 1e30"),
         ({"temperature": "hot"}, TypeError, "temperature must be a number"),
         ({"temperature": True}, TypeError, "temperature must be a number"),

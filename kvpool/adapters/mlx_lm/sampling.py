@@ -7,7 +7,6 @@ same logits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -108,6 +107,7 @@ class Sampling:
         _number("presence_penalty", self.presence_penalty, lambda x: -100 <= x <= 100, "-100 .. 100")
         _number("repetition_penalty", self.repetition_penalty, lambda x: 0.01 <= x <= 100, "0.01 .. 100")
         _whole("top_logprobs", self.top_logprobs, 1024)
+        object.__setattr__(self, "top_logprobs", int(self.top_logprobs))  # a small int of numpy counts no vocabulary
         try:
             pairs = dict(self.logit_bias)
         except (TypeError, ValueError):
@@ -304,7 +304,7 @@ def _column(samplings: Sequence[Sampling], name: str) -> mx.array:
 def _number(name: str, value: Any, is_legal: Callable[[float], bool], limits: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         raise TypeError(f"[Sampling] {name} must be a number, got {value!r}")
-    if not (math.isfinite(value) and is_legal(float(value))):
+    if not is_legal(value if isinstance(value, int) else float(value)):  # no float can be 10**400
         raise ValueError(f"[Sampling] {name} is {value}, it must be {limits}")
 
 
