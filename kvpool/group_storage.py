@@ -143,7 +143,7 @@ class StateSlots:
         """Overwrite states with rows of `export_slots`. Slots must be distinct."""
         ids = self._ids("import_slots", slots)
         check_distinct("import_slots", "slot", ids)
-        data = checked_bytes("import_slots", np.array(data), len(ids), self.slot_nbytes)
+        data = checked_bytes("import_slots", data, len(ids), self.slot_nbytes)
         begin = 0
         for plane, array in zip(self._planes, self.arrays, strict=True):
             part = self._xp.array(data[:, begin : begin + array.nbytes]).view(plane.dtype)

@@ -285,8 +285,8 @@ def check_distinct(call: str, what: str, ids: np.ndarray) -> None:
 
 
 def checked_bytes(call: str, data: Any, num_rows: int, nbytes: int) -> np.ndarray:
-    """`data` as uint8 ``[num_rows, nbytes]``."""
-    data = np.asarray(data)
+    """`data` as uint8 ``[num_rows, nbytes]``, row after row."""
+    data = np.asarray(data, order="C")
     if data.dtype != np.uint8:
         raise TypeError(f"[{call}] data must be uint8, got {data.dtype}")
     if data.shape != (num_rows, nbytes):

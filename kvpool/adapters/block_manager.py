@@ -319,13 +319,13 @@ class KVBlockManager:
         plan = StepArrays(
             block_tables=np.asarray(block_tables),
             seq_lens=np.asarray(context_lens),
-            cu_q_lens=np.arange(0, (batch + 1) * num_new, num_new, dtype=np.int32),
+            cu_q_lens=np.arange(batch + 1, dtype=np.int32) * num_new,
             slot_mapping=np.full(batch * num_new, -1, np.int32),
         )
         rows = q.swapaxes(1, 2).reshape(batch * num_new, num_heads, head_dim)
         result: Any = self.backend.attend(self.backend.prepare(plan), layer_idx, rows, scale, return_attn=return_attn)
         arrays = result if return_attn else (result,)
-        shaped = tuple(x.reshape(batch, num_new, num_heads, -1).swapaxes(1, 2) for x in arrays)
+        shaped = tuple(x.reshape(batch, num_new, num_heads, x.shape[-1]).swapaxes(1, 2) for x in arrays)
         return shaped if return_attn else shaped[0]
 
     @property

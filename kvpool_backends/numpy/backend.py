@@ -204,7 +204,7 @@ class NumpyBackend:
         ids = block_ids(self, "export_blocks", blocks)
         data = np.empty((ids.size, self.spec.block_nbytes), np.uint8)
         for plane, columns in self._plane_columns():
-            data[:, columns] = np.ascontiguousarray(plane[ids]).view(np.uint8).reshape(ids.size, -1)
+            data[:, columns] = np.ascontiguousarray(plane[ids]).view(np.uint8).reshape(data[:, columns].shape)
         return data
 
     def import_blocks(self, blocks: Sequence[int] | np.ndarray, data: np.ndarray) -> None:

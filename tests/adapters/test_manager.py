@@ -269,6 +269,9 @@ def test_attention_with_contiguous_head_mapping_is_the_default():
     assert np.array_equal(out, again) and attn.shape == (1, NUM_HEADS, 1, 5)
     assert np.allclose(attn.sum(axis=-1), 1)
     assert not np.allclose(out, engine.manager.paged_attention(q, tables, lens, 1, scale=2.0))
+    for size, num_new in ((0, 1), (1, 0)):
+        nothing = engine.manager.paged_attention(q[:size, :, :num_new], tables[:size], lens[:size], 1)
+        assert nothing.shape == (size, NUM_HEADS, num_new, 8)
 
 
 @pytest.mark.parametrize(

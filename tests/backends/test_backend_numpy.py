@@ -51,6 +51,11 @@ def test_results_own_their_memory():
             assert not any(np.shares_memory(result, plane) for plane in planes)
 
 
+def test_export_of_no_block_has_no_row():
+    backend = NumpyBackend(KVSpec(1, 1, 4, "float32", 2), 3)
+    assert backend.export_blocks([]).shape == (0, backend.spec.block_nbytes)
+
+
 # ---------------------------------------------------------------------- refusals
 
 

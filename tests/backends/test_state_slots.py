@@ -34,7 +34,7 @@ def test_state_slots_hold_what_a_dict_of_bytes_holds(xp, seed):
         what = rng.choice(["import", "copy", "zero", "move"])
         if what == "import":
             data = rng.integers(0, 256, (n, slots.slot_nbytes), np.uint8)
-            slots.import_slots(one, data)
+            slots.import_slots(one, np.array(data, order=rng.choice(["C", "F"])))
             held |= {int(slot): row.tobytes() for slot, row in zip(one, data, strict=True)}
         elif what == "copy":
             slots.copy(other, one)
