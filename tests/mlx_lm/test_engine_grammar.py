@@ -92,7 +92,7 @@ def walk(follower, tokenizer, draw, most, goal=""):
 def test_token_that_may_come_is_taken_and_the_end_comes_where_the_form_fits(model, engine):
     draw, ends = random.Random(fresh_seed()), model[1].eos_token_ids
     any_text = {"type": "string"}, lambda value: isinstance(value, str)
-    for schema, fits in [any_text, *(json_forms.form(draw) for _ in range(8))]:
+    for schema, fits in [any_text, (True, lambda value: True), *(json_forms.form(draw) for _ in range(8))]:
         follower, ended = engine.grammars.schema(schema).follow(), 0
         for tokens, offered in walk(follower, model[1], draw, 60):
             refused = [one for one in offered if one not in ends and not follower._matcher.validate_tokens([one])]
@@ -215,6 +215,7 @@ def test_trial_that_does_not_start_is_no_fault_of_the_grammar(model, monkeypatch
     ("kind", "text", "says"),
     [
         ("schema", {"type": "nothing"}, "nothing"),
+        ("schema", False, r"^\[grammar\] Unsatisfiable"),
         ("schema", {"$ref": "http://127.0.0.1:1/x"}, "not present"),
         ("schema", {"enum": ["x" * 2**16]}, "limit is 65536"),
         ("regex", "a(b", "unclosed group"),

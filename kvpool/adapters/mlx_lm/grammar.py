@@ -189,6 +189,8 @@ class Grammars:
         OSError
             The process of `trial` does not start.
         """
+        if isinstance(schema, bool):  # which llguidance does not take
+            schema = {} if schema else {"enum": []}
         return self._compiled("json_schema", json.dumps(schema), after)
 
     def regex(self, pattern: str, after: str = "") -> Grammar:
