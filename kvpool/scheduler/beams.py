@@ -187,6 +187,8 @@ class Beam:
                 self.done.append(Hypothesis(score, longer, with_new, reason))
         self.done = sorted(self.done, key=lambda hypothesis: -hypothesis.score)[: self.width]
         core.sampled_tokens += len(self.live)
+        if not chosen and not self.done:  # the live ones are all there is
+            return self.cancel(core, now, "cancelled")
         if not chosen or decided(self, chosen[0][0].total, len(chosen[0][1])):
             return self.finish(core, now)
         reorder(core, self, chosen)

@@ -61,6 +61,24 @@ def test_beams_of_impossible_continuations_return_what_there_is():
     assert [output.tokens.tolist() for output in outputs] == [[3, 3, 3]]
 
 
+@pytest.mark.parametrize("after", [0, 1])
+def test_beam_without_any_continuation_ends_with_what_it_has(after):
+    scheduler = Scheduler(Pool(64, 4))
+    scheduler.add(Request([1], max_tokens=3, beam_width=2, n=2))
+    outputs = []
+    for number in range(after + 1):
+        step = scheduler.schedule()
+        rows = len(step.sample_at)
+        logprobs = np.full((rows, 4), -np.inf if number == after else -1, np.float32)
+        tokens = np.tile(np.int32([3, 4, 5, 6]), (rows, 1))
+        outputs += scheduler.update(step, np.zeros(rows, np.int32), beams=(tokens, logprobs))
+        scheduler.check()
+    assert [(one.tokens.tolist(), one.finish_reason) for one in outputs] == [
+        ([token] * after, "cancelled") for token in (3, 4)
+    ]
+    assert scheduler.stats().cancelled == 2 and scheduler.schedule() is None
+
+
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_beams_cancelled_give_the_best_so_far(after):
     pool = Pool(64, 4)
