@@ -338,6 +338,8 @@ def cancel(core: Core, group: RequestGroup, now: float, reason: str = "cancelled
         return group.beam.cancel(core, now, reason)
     live = [sequence for sequence in group.sequences if sequence.state != FINISHED]
     for sequence in live:
+        if sequence.lane >= 0 and core.pool.is_open(int(core.rows.handle[sequence.lane])):
+            core.commit(sequence.lane)
         core.release(sequence)
     if not group.forked:  # samples that were still to come
         live += [Sequence(group, index) for index in range(1, group.request.n)]

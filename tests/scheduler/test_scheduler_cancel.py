@@ -53,3 +53,24 @@ def test_cancel_after_a_reset_of_the_pool_lets_the_others_go_on(kind, is_out):
         scheduler.check()
     assert set(ended) == {"new"} | ({"waits"} - names)
     assert pool.stats().used == 0
+
+
+@pytest.mark.parametrize("is_out", [False, True])
+def test_request_that_is_cancelled_leaves_what_it_has_computed_to_the_next_one(is_out):
+    pool = Pool(40, 2, prefix_cache=True)
+    scheduler = Scheduler(pool, prefill_chunk=4)
+    scheduler.add(Request(range(5), id="decodes", max_tokens=20))
+    scheduler.add(Request(range(9, 29), id="prefills"))
+    for _ in range(4):
+        step = scheduler.schedule()
+        scheduler.update(step, np.full(len(step.sample_at), 7, np.int32))
+    step = scheduler.schedule() if is_out else None
+    for name in ("decodes", "prefills"):
+        scheduler.cancel(name)
+    scheduler.check()
+    if is_out:
+        scheduler.update(step, np.full(len(step.sample_at), 7, np.int32))
+    pool.check()
+    assert pool.stats().used == 0
+    assert pool.prefix.match([*range(5), 7, 7, 7, 7]) == 6
+    assert pool.prefix.match(list(range(9, 29))) == 16
