@@ -94,7 +94,9 @@ class Memory:
         }
         found = [gauge(f"kvpool_memory_{name}_bytes", text, value) for name, (value, text) in values.items()]
         found.append(gauge("kvpool_memory_pressure", "1 normal, 2 warning, 4 critical.", self._seen.pressure))
-        samples = tuple(({"reason": reason}, count) for reason, count in self._resizes.items())
+        samples = tuple(
+            ({"reason": reason}, count) for reason, count in dict(self._resizes).items()
+        )  # the engine's thread adds to it
         return [*found, Metric("kvpool_memory_resizes_total", "counter", "Resizes of the pool, by reason.", samples)]
 
 

@@ -170,6 +170,7 @@ def test_stats_go_to_stderr(capsys, expected):
         (["--memory", "lots"], "generate: --memory lots: 'lots' is not a size"),
         (["--model", "/no/such/folder"], "--model /no/such/folder: no such folder"),
         (["--model", "nothing"], "--model nothing: no such folder, and no repository of the form owner/name"),
+        (["--model", "x" * 300], f"--model {'x' * 80}: File name too long"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(capsys, arguments, message):

@@ -2,6 +2,7 @@
 
 import random
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import tiny
 from kvpool.adapters.mlx_lm.chat import Transcript, speller
 from kvpool.adapters.mlx_lm.engine import Engine
+from kvpool.adapters.mlx_lm.shapes import max_positions
 from kvpool.errors import RequestRejected, UnknownRequest
 
 cpu = pytest.fixture(computing_on_cpu, autouse=True)
@@ -438,6 +440,14 @@ def test_model_with_learned_positions_gives_no_more_tokens_than_it_has_of_them()
     with pytest.raises(RequestRejected, match="the model takes 16"):
         engine.generate([1, 2, 3], max_tokens=15)
     assert len(engine.generate([1, 2, 3], max_tokens=14).tokens) == 14
+    assert max_positions(SimpleNamespace(args=SimpleNamespace(text_config={"max_position_embeddings": 9}))) == 9
+
+
+def test_batch_takes_no_single_text_and_every_prompt_ends_with_the_same_stops(engine, answer):
+    with pytest.raises(TypeError, match=r"\[batch\] prompts must be a list of prompts, not one text"):
+        engine.batch(PROMPT)
+    found = engine.batch([PROMPT, PROMPT], stop=iter([answer[2]]), max_tokens=40)
+    assert [one.text for one in found] == [answer[: answer.index(answer[2])]] * 2
 
 
 def test_request_that_is_unknown_is_not_cancelled_and_a_beam_not_streamed(engine):

@@ -267,9 +267,15 @@ class Engine:
 
         Raises
         ------
+        TypeError
+            `prompts` is one text.
         Exception
             An exception of the model, of the listener or of `submit`. None of these requests is left in the engine.
         """
+        if isinstance(prompts, str):  # each of its letters would be a prompt
+            raise TypeError(f"[batch] prompts must be a list of prompts, not one text ({prompts!r:.80})")
+        if isinstance(options.get("stop"), Iterator):
+            options["stop"] = tuple(options["stop"])  # the first request would use it up
         jobs: list[_Job] = []
         try:
             for prompt in prompts:

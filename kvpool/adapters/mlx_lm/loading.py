@@ -53,9 +53,13 @@ def _why(error: Exception) -> str:
 def check_name(name: str) -> None:
     """Raise ModelNotLoaded for what can be seen without loading anything: no folder, nor the name of a repository."""
     folder = Path(name)
+    try:
+        is_there = folder.exists()
+    except OSError as error:  # it is longer than the system allows
+        raise ModelNotLoaded(f"{name:.80}: {error.strerror}") from None
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelNotLoaded(f"{name}: a folder without config.json")
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+    if not is_there and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise ModelNotLoaded(f"{name}: no such folder, and no repository of the form owner/name")
 
 

@@ -225,8 +225,10 @@ def state_shapes(arrays: Sequence[mx.array | None]) -> tuple[StateShape | None, 
 
 def max_positions(model: Any) -> int | None:
     """Return the most tokens that a model supports, None if it does not say."""
-    fields = (getattr(getattr(model, "args", None), name, None) for name in LONGEST)
-    return next((most for most in fields if isinstance(most, int)), None)
+    args = getattr(model, "args", None)
+    inner = getattr(args, "text_config", None)  # of a model that takes images, too
+    held = [one if isinstance(one, dict) else getattr(one, "__dict__", {}) for one in (args, inner)]
+    return next((one[name] for one in held for name in LONGEST if isinstance(one.get(name), int)), None)
 
 
 def with_bits(
