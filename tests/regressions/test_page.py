@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-from tests.regressions.test_regressions_programs import PROGRAMS
-
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
 FAMILIES = {"A": 14, "B": 13, "C": 19, "D": 7, "E": 13, "F": 5, "G": 6, "H": 8, "I": 13, "J": 13, "K": 4}
@@ -17,15 +15,14 @@ def rows(text):
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 5 and re.fullmatch(r"[A-K]\d+", cells[0]):
             assert cells[0] not in found, f"{cells[0]} comes twice"
-            found[cells[0]] = cells[1], cells[3], re.findall(r"`(test_\w+(?:\[\w+\])?)`", cells[4])
+            found[cells[0]] = cells[1], cells[3], re.findall(r"`(test_\w+)`", cells[4])
     return found
 
 
 def tests():
     """The names of all tests of the catalogue."""
-    paths = [path for path in HERE.glob("test_regressions_*.py") if path.stem != "test_regressions_programs"]
-    named = [name for path in paths for name in re.findall(r"(?m)^def (test_\w+)\(", path.read_text())]
-    return named + [f"test_program[{row}]" for row in PROGRAMS]
+    paths = HERE.glob("test_regressions_*.py")
+    return [name for path in paths for name in re.findall(r"(?m)^def (test_\w+)\(", path.read_text())]
 
 
 def disagreements(text, functions):
@@ -37,7 +34,7 @@ def disagreements(text, functions):
     wrong += [f"{name} does not exist" for name in named if name not in functions]
     wrong += [f"{name} is not on the page" for name in functions if name not in named]
     for row, (reports, here, names) in table.items():
-        own = re.compile(rf"[_\[]{row.lower()}[_\]]")
+        own = re.compile(rf"_{row.lower()}_")
         wrong += [f"{name} is not named after {row}" for name in names if not own.search(name)]
         if bool(names) == here.startswith("-") or len(here) < 20:
             wrong.append(f"{row} has tests and is said not to apply, or has neither tests nor a reason")
