@@ -115,18 +115,3 @@ def test_call_at_every_need_and_free_level_is_served_or_changes_nothing(core, ar
             scene.pool.blocks.free(held[free])
         scene.call(*scene.arguments)
         scene.pool.check()
-
-
-def test_prompt_whose_hits_can_be_evicted_does_not_count_them_as_free(core):
-    for need in range(1, LARGEST + 1):
-        hits = min(3, need)
-        tokens = list(range(2 * (hits + need)))
-        for free in range(need):
-            scene = Scene(core, need, prefix_cache=True)
-            first = scene.pool.open(tokens[: 2 * hits])
-            scene.grow(first, 2 * hits)
-            scene.pool.prefix.commit(first, tokens[: 2 * hits])
-            scene.pool.close(first)
-            scene.pool.blocks.alloc(scene.pool.stats().blank - free)
-            scene.call, scene.arguments = scene.pool.open, (tokens,)
-            scene.refuse(free)
