@@ -15,9 +15,10 @@ TRICKY: tuple[Any, ...] = (
     *("None", b"None", "a\0b", "a,b", "=a", "fa", "t", "ta", (1).to_bytes(8, "big"), b"b" + bytes(7) + b"\1a"),
     namespace(salt="a"),
 )
-#: Images: none, one, elsewhere, another one, none of its digest, and two in each order.
+#: Images: none, one, elsewhere, another one, none of its digest, digests with one unlike bit, and two in each order.
 ITEMS: tuple[Any, ...] = (
     *((), ((0, b""),), ((0, b"a"),), ((1, b"a"),), ((256, b"a"),), ((0, b"ab"),), ((1, b"b"),)),
+    *(((0, bytes(31) + b"\0"),), ((0, bytes(31) + b"\1"),)),
     *(((0, b"a"), (1, b"b")), ((0, b"b"), (1, b"a")), ((0, b""), (1, b"ab")), ((0, b"ab"), (1, b""))),
 )
 
