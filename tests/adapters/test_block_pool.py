@@ -22,6 +22,7 @@ class Model:
         self.blank = list(range(1, num_blocks))  # free without a key, the next to be taken first
         self.cached = []  # free with a key, or evicted in its place, likewise
         self.key_of = {}
+        self.queries = self.hits = self.evictions = 0
 
     @property
     def free_order(self):
@@ -34,7 +35,7 @@ class Model:
         taken = self.free_order[:n]
         for block in taken:
             self.references[block] = 1
-            self.key_of.pop(block, None)
+            self.evictions += self.key_of.pop(block, None) is not None
         self.blank, self.cached = self.blank[n:], self.cached[max(0, n - len(self.blank)) :]
         return taken
 
@@ -73,7 +74,15 @@ class Model:
             if key not in block_of:
                 break
             found.append(block_of[key])
+        self.queries += len(keys)
+        self.hits += len(found)
         return found
+
+    def reset(self):
+        if self.in_use():
+            return False
+        self.blank, self.cached, self.key_of = list(range(1, self.size + 1)), [], {}
+        return True
 
 
 class Program:
@@ -84,15 +93,22 @@ class Program:
         self.random = random.Random(seed)
         self.pool, self.model = BlockPool(NUM_BLOCKS, events=1000), Model(NUM_BLOCKS)
         self.findable = set()  # keys, as the events tell it
-        self.refused = self.hits = self.evicted_in_use = self.evicted_in_place = self.blank_touched = 0
+        self.refused = self.resets = self.evicted_in_use = self.evicted_in_place = self.blank_touched = 0
 
     def some(self, blocks):
         blocks = list(blocks)
         return self.random.sample(blocks, self.random.randint(0, len(blocks)))
 
     def with_null(self, ids):
+        """These blocks and the null block, as a list or an array."""
         at = self.random.randint(0, len(ids))
-        return [*ids[:at], 0, *ids[at:]]
+        ids = [*ids[:at], 0, *ids[at:]]
+        return np.array(ids, np.int32) if self.random.random() < 0.3 else ids
+
+    def found(self, keys):
+        found = self.pool.lookup(keys)
+        assert found == self.model.lookup(keys) and all(type(block) is int for block in found)
+        return found
 
     def key(self):
         return f"key {self.random.randrange(12)}"
@@ -107,8 +123,7 @@ class Program:
         assert self.pool.get(n) == self.model.get(n)
 
     def touch(self):
-        ids = list(dict.fromkeys(self.pool.lookup([self.key(), self.key()])))
-        self.hits += len(ids)
+        ids = list(dict.fromkeys(self.found([self.key(), self.key()])))
         blank = self.random.random() < 0.3
         more = self.some(self.model.free_order)[:1] if blank else self.some(self.model.in_use())
         ids += [block for block in more if block not in ids]
@@ -137,6 +152,13 @@ class Program:
         self.evicted_in_place += any(block in self.model.key_of and block in self.model.cached for block in ids if keep)
         self.pool.evict(self.with_null(ids), **keep)
         self.model.evict(ids, **keep)
+
+    def reset(self):
+        while self.random.random() < 0.8 and self.model.in_use():
+            self.free()
+        is_done = self.model.reset()
+        assert self.pool.reset() == is_done
+        self.resets += is_done
 
     def misuse(self):
         held, free = self.model.in_use(), self.model.blank
@@ -171,18 +193,20 @@ class Program:
     def compare(self):
         pool, model = self.pool, self.model
         assert pool.free_order() == model.free_order
-        assert pool.num_free == len(model.free_order)
-        assert pool.usage == len(model.in_use()) / model.size
-        assert pool.num_cached == len(model.key_of)
+        now = len(model.in_use()) / model.size, len(model.free_order), len(model.key_of)
+        assert (pool.usage, pool.num_free, pool.num_cached) == now
+        assert pool.stats() == (*now, model.queries, model.hits, model.evictions)
         assert {block: pool.refcount(block) for block in range(1, NUM_BLOCKS)} == model.references
         assert {block: pool.references[block] for block in range(1, NUM_BLOCKS)} == model.references
         hits = self.some(range(NUM_BLOCKS))
         assert pool.room(hits) == model.room(hits)
         for key in range(12):
-            assert pool.lookup([f"key {key}"]) == model.lookup([f"key {key}"])
-        keys = [self.key() for _ in range(3)]
-        assert pool.lookup(keys) == model.lookup(keys)
+            self.found([f"key {key}"])
+        self.found([self.key() for _ in range(3)])
         for what, *about in pool.drain_events():
+            if what == "cleared":
+                self.findable.clear()
+                continue
             keys = set(about[0])
             assert keys and (not keys & self.findable if what == "stored" else keys <= self.findable)
             self.findable ^= keys
@@ -194,11 +218,11 @@ class Program:
 def test_block_pool_random_calls_equal_the_model(seed):
     program = Program(seed)
     calls = [program.get, program.touch, program.free, program.free, program.cache, program.cache, program.evict]
-    calls += [program.get, program.misuse]
+    calls += [program.get, program.misuse, program.reset]
     for _ in range(CALLS):
         program.random.choice(calls)()
         program.compare()
-    assert program.refused and program.hits and program.evicted_in_use
+    assert program.refused and program.model.hits and program.evicted_in_use and program.resets
     assert program.evicted_in_place and program.blank_touched
 
 
@@ -247,31 +271,6 @@ def test_block_pool_keys_that_become_equal_are_convicted_by_check():
         pool.check()
 
 
-def test_block_pool_arrays_are_ids():
-    pool = BlockPool(6)
-    ids = np.array(pool.get(3), np.int32)
-    pool.cache(ids, "abc")
-    pool.touch(ids)
-    pool.free(ids)
-    pool.evict(ids[1:])
-    pool.free(ids)
-    assert pool.lookup("abc") == [1] and type(pool.lookup("a")[0]) is int
-    assert pool.free_order() == [2, 3, 4, 5, 1]
-    pool.check()
-
-
-def test_block_pool_reset_refuses_while_a_block_is_in_use():
-    pool = BlockPool(4, events=9)
-    ids = pool.get(1)
-    pool.cache(ids, ["a"])
-    assert not pool.reset() and pool.num_cached == 1
-    pool.free(ids)
-    assert pool.reset() and pool.num_cached == 0 and pool.num_free == 3
-    assert pool.drain_events() == [("stored", ["a"]), ("cleared",)] and pool.drain_events() == []
-    pool.cache(pool.get(3), "abc")
-    pool.check()
-
-
 def test_block_pool_events_that_have_no_room_are_counted():
     pool = BlockPool(9, events=2)
     for key in "abcde":
@@ -280,16 +279,3 @@ def test_block_pool_events_that_have_no_room_are_counted():
     pool.evict([1, 2])
     assert pool.drain_events() == [("removed", ["a", "b"])]
     assert BlockPool(4).drain_events() == []
-
-
-def test_block_pool_stats_count_hits_and_evictions():
-    pool = BlockPool(4)
-    ids = pool.get(3)
-    pool.cache(ids, "abc")
-    pool.lookup("abx")
-    pool.lookup("")
-    pool.free(ids)
-    pool.get(2)
-    stats = pool.stats()
-    assert (stats.queries, stats.hits, stats.evictions) == (3, 2, 2)
-    assert (stats.usage, stats.num_free, stats.num_cached) == (2 / 3, 1, 1)
