@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_models import on_cpu
+from mlx_models import computing_on_cpu
 
 from kvpool.config import KVSpec
 from kvpool.errors import BackendUnavailable
@@ -16,10 +16,7 @@ SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_s
 NUM_BLOCKS, BLOCKS = 5001, 16  # the pool is far larger than all that the steps below compute
 
 
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 
 
 def kernels(spec=SPEC, num_blocks=NUM_BLOCKS):

@@ -10,7 +10,7 @@ pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
-from mlx_models import on_cpu
+from mlx_models import computing_on_cpu
 
 from benchmarks import models
 from kvpool.adapters.mlx_lm import install
@@ -21,11 +21,7 @@ from kvpool.adapters.mlx_lm.states import arrays_in
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mlx-lm.md"
 SAMPLE = ("gemma3_text", "gpt_oss", "recurrent_gemma", "llama4", "step3p5", "qwen3_5", "baichuan_m1", "mamba", "llama")
 
-
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 
 
 # ------------------------------------------------------------------------------------------------------ bytes

@@ -12,7 +12,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from huggingface_hub import errors
-from mlx_models import on_cpu, solo_tokens
+from mlx_models import computing_on_cpu, on_cpu, solo_tokens
 
 from benchmarks import tiny_families
 from kvpool.adapters.mlx_lm import Engine, tiny
@@ -23,10 +23,7 @@ from kvpool.cli.generate import Printer
 PROMPTS = ["Hello", "The block table maps", "abc"]
 
 
-@pytest.fixture(autouse=True)
-def cpu():
-    with on_cpu():
-        yield
+cpu = pytest.fixture(computing_on_cpu, autouse=True)
 
 
 @pytest.fixture(scope="module")
