@@ -27,6 +27,7 @@ def test_spec_counts_the_bytes_of_both_planes():
     assert (spec.token_nbytes, spec.block_nbytes, spec.pool_nbytes(8192)) == (128 * 1024, 2 * 2**20, 16 * 2**30)
     spec = KVSpec(2, 3, 192, "float32", 4, v_head_dim=128)
     assert spec.token_nbytes == 2 * 3 * (192 + 128) * 4 and spec.planes == (("k", 192), ("v", 128))
+    assert KVSpec(2, 1, 512, v_head_dim=64, latent=True).token_nbytes == 2 * 576 * 2
     assert KVSpec(np.int64(2), np.int32(2), 64, block_size=np.uint8(7)) == KVSpec(2, 2, 64, block_size=7)
 
 
@@ -44,6 +45,8 @@ def test_spec_counts_the_bytes_of_both_planes():
         ({"dtype": "float64"}, ValueError, "dtype is 'float64', known are float32, float16, bfloat16"),
         ({"dtype": np.float32}, TypeError, "dtype must be a str"),
         ({"layout": "nhd"}, ValueError, "layout is 'nhd'"),
+        ({"latent": True}, ValueError, "latent attention has 1 KV head, not num_kv_heads 2"),
+        ({"latent": 1}, TypeError, "latent must be a bool, got int (1)"),
     ],
 )
 def test_spec_with_bad_field_is_refused(fields, error, message):
@@ -76,23 +79,18 @@ def test_layout_gives_every_element_an_address_of_its_own(layout):
 
 @pytest.mark.parametrize(
     ("layout", "plane", "index", "shape"),
-    [("NHD", "k", (5, 3, 1, 2), (9, 4, 2, 8)), ("HND", "v", (5, 1, 3, 2), (9, 2, 4, 8))],
+    [
+        ("NHD", "k", (5, 3, 1, 2), (9, 4, 2, 8)),
+        ("HND", "v", (5, 1, 3, 2), (9, 2, 4, 5)),
+        ("block", "v", (5, 2 * 4 * 2 * 13 + 4 * 2 * 8 + 3 * 2 * 5 + 5 + 2), (9, 3 * 4 * 2 * 13)),  # elements of 2 bytes
+    ],
 )
 def test_layout_has_the_documented_axes(layout, plane, index, shape):
     """Layer 2, block 5, slot 3, head 1, element 2 is the documented entry of the base array."""
-    at = KVSpec(3, 2, 8, block_size=4, layout=layout).plane_layout(plane, 9)
+    at = KVSpec(3, 2, 8, block_size=4, v_head_dim=5, layout=layout).plane_layout(plane, 9)
     address = at.offset + 2 * at.layer_stride + 5 * at.block_stride + 3 * at.slot_stride + at.head_stride + 2
-    assert at.shape == shape
+    assert at.shape == (shape if at.per_layer else (9, 2 * shape[1])) and at.per_layer == (layout != "block")
     assert address == np.ravel_multi_index(index, shape)
-
-
-def test_layout_block_has_the_planes_of_a_block_one_after_the_other():
-    spec = KVSpec(3, 2, 8, block_size=4, v_head_dim=5, layout="block")
-    at = spec.plane_layout("v", 9)
-    block = 3 * 4 * 2 * (8 + 5)
-    address = at.offset + 2 * at.layer_stride + 5 * at.block_stride + 3 * at.slot_stride + at.head_stride + 2
-    assert at.shape == (9, 2 * block) and not at.per_layer
-    assert address == 5 * block + 2 * 4 * 2 * 13 + 4 * 2 * 8 + 3 * 2 * 5 + 5 + 2
 
 
 def test_layout_block_refuses_planes_that_would_not_be_aligned():
@@ -102,23 +100,9 @@ def test_layout_block_refuses_planes_that_would_not_be_aligned():
         KVSpec(2, 1, 33, "float16", 1, 32, "block", v_bits=4, quant_group_size=32)
 
 
-def test_latents_have_one_head():
-    assert KVSpec(2, 1, 512, v_head_dim=64, latent=True).token_nbytes == 2 * 576 * 2
-    with pytest.raises(ValueError, match=r"\[KVSpec\] latent attention has 1 KV head, not num_kv_heads 2"):
-        KVSpec(2, 2, 512, latent=True)
-    with pytest.raises(TypeError, match=r"\[KVSpec\] latent must be a bool, got int \(1\)"):
-        KVSpec(2, 1, 512, latent=1)
-
-
 def test_plane_layout_of_an_unknown_plane_is_refused():
     with pytest.raises(ValueError, match="plane is 'scale'"):
         KVSpec(1, 1, 8).plane_layout("scale", 2)
-
-
-def test_array_block_nbytes_is_a_blocks_share_of_the_largest_array():
-    share = 4 * 2 * 64 * 2
-    for layout, nbytes in (("NHD", share), ("HND", share), ("block", 2 * 3 * share)):
-        assert KVSpec(3, 2, 64, "float16", 4, layout=layout).array_block_nbytes == nbytes
 
 
 # ---------------------------------------------------------------------- blocks_for
@@ -185,8 +169,9 @@ def test_blocks_for_respects_the_largest_array_of_the_device_and_int32_slots():
     """The layout of whole blocks puts all layers, keys and values, into one array."""
     device = {"max_buffer_length": 4 * 2**30}
     assert blocks_for("15GiB", KVSpec(32, 8, 128), device_info=device).limited_by == "the budget"
-    size = blocks_for("15GiB", KVSpec(32, 8, 128, layout="block"), device_info=device)
-    assert size.num_blocks == 4 * 2**30 // 2**21 and "max_buffer_length 4.00 GiB" in size.how
+    for layout, blocks in (("NHD", 2**17), ("HND", 2**17), ("block", 2**11)):
+        size = blocks_for("900GiB", KVSpec(32, 8, 128, layout=layout), device_info=device)
+        assert size.num_blocks == blocks and "max_buffer_length 4.00 GiB" in size.how
     size = blocks_for("1000TiB", KVSpec(1, 1, 1, block_size=16))
     assert size.num_blocks * 16 <= 2**31 - 1 < (size.num_blocks + 1) * 16 and size.limited_by == "int32 slots"
 

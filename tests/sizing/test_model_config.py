@@ -207,11 +207,8 @@ def test_spec_from_config_prefers_what_is_given():
     fields = LLAMA_8B | {"head_dim": 96, "dtype": "torch.float16"}
     assert spec_from_config(fields, block_size=32) == KVSpec(32, 8, 96, "float16", 32)
     assert spec_from_config(fields, dtype="float32").dtype == "float32"
-
-
-def test_spec_from_config_needs_no_query_heads_when_head_dim_is_given():
     fields = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64}
-    assert spec_from_config(fields, dtype="float16") == KVSpec(2, 4, 64, "float16")
+    assert spec_from_config(fields, dtype="float16") == KVSpec(2, 4, 64, "float16"), "without query heads"
 
 
 def test_spec_from_config_reads_files_folders_and_text_configs(tmp_path):
