@@ -103,6 +103,14 @@ def filled(saved):
     return Lasting(saved[0].layout, saved[0].inner._held), saved[1]
 
 
+@pytest.fixture
+def engine(model, filled):
+    """An engine on the store that has the prompt. Nothing may be left in it when the test ends."""
+    one = engine_of(model, filled[0])
+    yield one
+    checked(one)
+
+
 def test_answer_after_a_restart_has_the_same_bits_and_computes_little(model, filled):
     """Also if it is the next turn, which begins with the prompt and its answer."""
     store, due = filled
@@ -114,6 +122,7 @@ def test_answer_after_a_restart_has_the_same_bits_and_computes_little(model, fil
         tokens, logprobs, cached = answer(engine, prompt)
         assert (tokens, logprobs) == due if prompt is PROMPT else tokens == due_longer
         assert cached >= 368, "most of the prompt was computed again"
+        assert answer(engine, prompt, namespace=bytes([len(prompt) % 256]))[::2] == (tokens, 0)  # of another tenant
         stats = checked(engine)
         assert stats.loads == 1 and stats.loaded_tokens == cached
 
@@ -139,29 +148,19 @@ def test_blocks_that_the_disk_refused_are_saved_with_a_later_answer(tmp_path):
     checked(engine)
 
 
-def test_request_of_another_namespace_finds_nothing(model, filled):
+def test_store_that_fails_while_it_loads_costs_nothing_but_time(engine, filled):
     store, due = filled
-    engine = engine_of(model, store)
-    got = answer(engine, namespace=b"another tenant")
-    assert got[:2] == due and got[2] == 0
-    assert checked(engine).loads == 0
-
-
-def test_store_that_fails_while_it_loads_costs_nothing_but_time(model, filled):
-    store, due = filled
-    engine = engine_of(model, store)
     store.open_gate.clear()
     threading.Timer(0.1, lambda: (setattr(store, "broken", True), store.open_gate.set())).start()
     assert answer(engine)[:2] == due
     store.broken = False
-    assert checked(engine).loads == 0
+    assert engine.kv.stored.stats().loads == 0
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
-def test_load_that_is_too_slow_is_given_up_and_computed(model, filled, is_measured, monkeypatch):
+def test_load_that_is_too_slow_is_given_up_and_computed(engine, filled, is_measured, monkeypatch):
     """Slower than computing once that is known, else than one may wait. What comes too late is counted back."""
     store, due = filled
-    engine = engine_of(model, store)
     if is_measured:
         answer(engine, OTHER, namespace=b"x")  # how fast the model computes
     else:
@@ -172,12 +171,10 @@ def test_load_that_is_too_slow_is_given_up_and_computed(model, filled, is_measur
     store.open_gate.set()
     engine.kv.stored._reader.put((read := threading.Event()).set)
     assert read.wait(20) and engine.kv.stored._staged == 0
-    checked(engine)
 
 
-def test_store_that_was_slow_once_is_read_again(model, filled):
+def test_store_that_was_slow_once_is_read_again(engine, filled):
     store, due = filled
-    engine = engine_of(model, store)
     store.slow = 0.5
     assert answer(engine)[:2] == due  # nobody knows yet how fast the model computes
     store.slow = 0.0
@@ -189,13 +186,11 @@ def test_store_that_was_slow_once_is_read_again(model, filled):
         engine.kv.pool.prefix.flush()
         assert answer(engine)[:2] == due
     assert engine.kv.stored.stats().computed_loads > 0
-    checked(engine)
 
 
-def test_others_run_while_a_prompt_is_loaded(model, filled):
+def test_others_run_while_a_prompt_is_loaded(engine, filled):
     store, due = filled
     store.open_gate.clear()
-    engine = engine_of(model, store)
     events = []
     waits = engine.submit(PROMPT, max_tokens=12, on_token=lambda event: events.append("loaded"))
     engine.submit(OTHER[:20], max_tokens=12, on_token=lambda event: events.append("other"))
@@ -203,7 +198,6 @@ def test_others_run_while_a_prompt_is_loaded(model, filled):
     assert "loaded" not in events
     store.open_gate.set()
     assert ended(engine)[waits].tokens.tolist() == due[0]
-    checked(engine)
 
 
 @pytest.mark.long
@@ -459,19 +453,16 @@ def test_table_that_is_full_is_answered():
     assert checked(engine).saves >= 1
 
 
-def test_save_that_fails_loses_no_answer(model, filled, monkeypatch, caplog):
-    store, due = filled
-    engine = engine_of(model, store)
+def test_save_that_fails_loses_no_answer(engine, filled, monkeypatch, caplog):
+    due = filled[1]
     monkeypatch.setattr(engine.kv.stored, "save", lambda *given: 1 // 0)
     assert answer(engine)[:2] == due
     assert "was not saved" in caplog.text
     monkeypatch.undo()
-    checked(engine)
 
 
-def test_fetch_beside_an_engine_leaves_its_requests_alone(model, filled):
-    store, due = filled
-    engine = engine_of(model, store)
+def test_fetch_beside_an_engine_leaves_its_requests_alone(engine, filled):
+    due = filled[1]
     id = engine.submit(PROMPT, max_tokens=12)
     with engine.kv as kv:
         caches, cached = kv.fetch([*PROMPT, *OTHER])
@@ -479,13 +470,10 @@ def test_fetch_beside_an_engine_leaves_its_requests_alone(model, filled):
         del caches
     done = [*ended(engine).values()]
     assert [(one.id, one.tokens.tolist()) for one in done] == [(id, due[0])]
-    checked(engine)
 
 
 @pytest.mark.parametrize("call", ["wait", "_import"])
-def test_fetch_that_is_interrupted_leaves_no_load(model, filled, monkeypatch, call):
-    store, _ = filled
-    engine = engine_of(model, store)
+def test_fetch_that_is_interrupted_leaves_no_load(engine, monkeypatch, call):
     stored, own = engine.kv.stored, getattr(engine.kv.stored, call)
 
     def interrupted(*given):
@@ -497,14 +485,12 @@ def test_fetch_that_is_interrupted_leaves_no_load(model, filled, monkeypatch, ca
     with engine.kv as kv, pytest.raises(KeyboardInterrupt):
         kv.fetch([*PROMPT, *OTHER])
     assert not stored.num_loads and not stored._ended and engine.kv.pool.stats().used == 0
-    checked(engine)
 
 
-def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, filled, monkeypatch):
+def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(engine, filled, monkeypatch):
     for name in ("FIRST_SLICE", "MOST_SLICE"):
         monkeypatch.setattr(module, name, 2048)
-    store, due = filled
-    engine = engine_of(model, store)
+    due = filled[1]
     arena, calls = engine.kv.stored._arenas[0], []
 
     def fails_once(ids, rows, real=arena.import_blocks):
@@ -525,13 +511,11 @@ def test_slice_that_could_not_be_imported_is_computed_with_all_behind_it(model, 
     sample = done[0].samples[0]
     assert (sample.tokens.tolist(), sample.logprobs.tolist()) == due
     assert sample.output.num_cached <= 32 and engine.kv.stored._staged == 0
-    checked(engine)
 
 
-def test_store_that_always_raises_is_in_the_log_once(filled, model, caplog):
+def test_store_that_always_raises_is_in_the_log_once(filled, engine, caplog):
     store, due = filled
     store.broken, counts = True, []
-    engine = engine_of(model, store)
     assert answer(engine)[:2] == due
     for seed in range(6):
         prompt = np.random.default_rng(seed).integers(0, 200, 100).tolist()
@@ -541,7 +525,6 @@ def test_store_that_always_raises_is_in_the_log_once(filled, model, caplog):
         counts.append(len(caplog.records))
     assert 1 <= counts[0] == counts[-1] <= 2, "one line for each thread that calls it"
     assert all(record.exc_info and "planted" in str(record.exc_info[1]) for record in caplog.records)
-    checked(engine)
 
 
 def test_closed_engine_saves_nothing(model, filled):
@@ -572,15 +555,14 @@ def test_close_whose_copies_fail_gives_blocks_back_and_closes_the_store(model, e
     assert not stored._reader._thread.is_alive() and not stored._writer._thread.is_alive()
 
 
-def test_prompt_that_is_cached_meanwhile_is_not_loaded_again(model, filled, monkeypatch):
+def test_prompt_that_is_cached_meanwhile_is_not_loaded_again(engine, filled, monkeypatch):
     monkeypatch.setattr(module, "MOST_LOADS", 1)
-    store, due = filled
-    engine = engine_of(model, store)
+    due = filled[1]
     for _ in range(3):
         engine.submit(PROMPT, max_tokens=12)
     done = [*ended(engine).values()]
     assert [one.tokens.tolist() for one in done] == [due[0]] * 3
-    assert checked(engine).loads == 1
+    assert engine.kv.stored.stats().loads == 1
 
 
 def test_flush_after_the_weights_changed_loads_and_saves_nothing_more(model, filled):
