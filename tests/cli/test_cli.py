@@ -127,15 +127,6 @@ def test_plan_bad_value_is_named(capsys, config, options, said):
     assert said in refusal(capsys, "plan", "--model", str(config), *options)
 
 
-def test_plan_kv_bits_are_those_of_keys_and_values(capsys, config):
-    options = ["plan", "--model", str(config), "--memory", "16GiB", "--json", "--kv-group-size", "32"]
-    found = []
-    for bits in (["--kv-bits", "8"], ["--k-bits", "8", "--v-bits", "8"]):
-        assert main([*options, *bits]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1] and found[0]["k_bits"] == found[0]["v_bits"] == 8
-
-
 def test_plan_tiny_is_the_model_of_generate(capsys):
     pytest.importorskip("mlx_lm")
     assert main(["plan", "--model", "tiny", "--memory", "1MiB", "--json"]) == 0

@@ -62,16 +62,18 @@ def test_quantized_server_says_what_quantized_blocks_say():
     assert expected != said(SlidingWindow(max_kv=40))
 
 
-@pytest.mark.parametrize("bits", [["--kv-bits", "4"], ["--k-bits", "8"]])
-def test_tiny_model_takes_quantized_storage(capsys, bits):
+@pytest.mark.parametrize(
+    ("bits", "given"), [(["--kv-bits", "4"], {"k_bits": 4, "v_bits": 4}), (["--k-bits", "8"], {"k_bits": 8})]
+)
+def test_tiny_model_takes_quantized_storage(capsys, bits, given):
     options = ["--model", "tiny", *bits, "--kv-group-size", "32", "--json"]
     with on_cpu():
         assert main(["generate", "--prompt", PROMPT, "--max-tokens", "40", *options]) == 0
     (answer,) = json.loads(capsys.readouterr().out)["answers"]
     assert main(["plan", "--memory", "1GiB", *options]) == 0
     planned = json.loads(capsys.readouterr().out)
-    given = {k: planned[k] for k in ("k_bits", "v_bits") if planned[k]}
-    assert answer["samples"][0]["text"] == said(None, n=40, **given, quant_group_size=32) and given
+    assert {name: planned[name] for name in ("k_bits", "v_bits") if planned[name]} == given
+    assert answer["samples"][0]["text"] == said(None, n=40, **given, quant_group_size=32)
 
 
 def test_generate_keeps_a_budget(capsys):

@@ -390,6 +390,9 @@ def test_listeners_hear_the_likeliest_tokens(engine):
     engine.generate(PROMPT, max_tokens=9, on_token=events.append, top_logprobs=np.int8(3))
     engine.generate(PROMPT, max_tokens=9, on_token=events.append, top_logprobs=300)
     assert [len(event.top) for event in events] == [3] * 9 + [257] * 9
+    for few, every in zip(events[:9], events[9:], strict=True):
+        tokens = [token for token, _ in every.top]
+        assert [token for token, _ in few.top] == tokens[:3] and len(set(tokens)) == 257
     for event in events:
         assert event.top[0] == (event.token, pytest.approx(event.logprob, abs=1e-5))
         assert sorted(event.top, key=lambda one: -one[1]) == list(event.top)

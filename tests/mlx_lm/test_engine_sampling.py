@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvpool.adapters.mlx_lm.sampling import Sampling, altered, best, sample, uniforms
+from kvpool.adapters.mlx_lm.sampling import Sampling, altered, sample, uniforms
 
 RNG = np.random.default_rng(5)
 LOGITS = RNG.normal(size=(64, 40)).astype(np.float32) * 2
@@ -23,13 +23,6 @@ def run(logits, settings, indices=None, positions=None):
 def probabilities(row):
     e = np.exp(row.astype(np.float64) - row.max())
     return e / e.sum()
-
-
-def test_temperature_zero_takes_the_likeliest_and_tells_its_logprob():
-    tokens, logprobs = run(LOGITS, [Sampling()] * 64)
-    assert tokens.tolist() == LOGITS.argmax(-1).tolist()
-    expected = [math.log(probabilities(row)[t]) for row, t in zip(LOGITS, tokens, strict=True)]
-    np.testing.assert_allclose(logprobs, expected, rtol=1e-4)
 
 
 def test_xtc_removes_the_likeliest_but_the_last_above_the_threshold_by_chance():
@@ -155,13 +148,6 @@ def test_sampled_tokens_follow_their_biases():
     changes = {row: one.changes(np.zeros(0, np.int32), np.zeros(0, np.int32)) for row, one in enumerate(settings)}
     tokens, _ = sample(mx.array(LOGITS), settings, ZEROS, np.arange(64), changes)
     assert set(tokens[0::2].tolist()) == set(tokens[1::2].tolist()) == {7, 8}
-
-
-def test_best_ranks_the_likeliest():
-    tokens, logprobs = best(mx.array(LOGITS), 6)
-    for row, ranked, values in zip(LOGITS, tokens, logprobs, strict=True):
-        assert ranked.tolist() == np.argsort(-row, kind="stable")[:6].tolist()
-        np.testing.assert_allclose(values, np.log(probabilities(row)[ranked]), rtol=1e-4)
 
 
 @pytest.mark.parametrize(

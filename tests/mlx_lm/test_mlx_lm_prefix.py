@@ -62,27 +62,6 @@ def test_speculative_decoding_finds_prefixes_in_both_pools(model):
     assert_all_free(draft_kv)
 
 
-# ------------------------------------------------------------------------------- what is stored, and how long
-
-
-def test_block_that_is_computed_twice_is_not_a_leak(model, kv):
-    (prompt,) = random_prompts([12])
-    first, second = (kv.fetch(prompt)[0] for _ in range(2))
-    for caches in (first, second):
-        model(mx.array([prompt[:8]]), cache=caches)
-        kv.commit(caches, prompt[:8])
-    model(mx.array([prompt[8:]]), cache=second)
-    kv.commit(second, prompt)
-    del first, caches
-    summary = kv.summary()
-    assert (summary.blocks_used, summary.blocks_leaked) == (3, 0)  # of the second, two of them duplicates
-    stray = kv.pool.open(BLOCK)
-    assert kv.summary().blocks_leaked > 0
-    kv.pool.close(stray)
-    del second
-    assert kv.summary().blocks_cached == 3
-
-
 # --------------------------------------------------------------------------------------------- who shares
 
 

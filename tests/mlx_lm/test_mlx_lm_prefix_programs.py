@@ -132,10 +132,14 @@ def test_random_program_reads_the_values_of_its_tokens(seed):
     for _ in range(400):
         program.step()
         kv.pool.check()
+        assert kv.summary().blocks_leaked == 0
     stats = kv.pool.prefix.stats()
     assert program.hits and program.refusals and stats.evicted and stats.duplicates, (program.hits, stats)
     program.live.clear()
     gc.collect()
+    stray = kv.pool.open(BLOCK)
+    assert kv.summary().blocks_leaked == 1
+    kv.pool.close(stray)
     summary = kv.summary()
     assert (summary.blocks_used, summary.sequences) == (0, 0)
     assert summary.blocks_free == 20
