@@ -565,15 +565,13 @@ def test_prompt_that_is_cached_meanwhile_is_not_loaded_again(engine, filled, mon
     assert engine.kv.stored.stats().loads == 1
 
 
-def test_flush_after_the_weights_changed_loads_and_saves_nothing_more(model, filled):
+def test_flush_after_the_weights_changed_loads_and_saves_nothing_more(engine, filled):
     store, _ = filled
-    engine = engine_of(model, store)
     answer(engine)
     blocks = store.stats()["memory"].blocks
     engine.kv.flush()
     assert answer(engine)[2] == 0 and not engine.is_saving
     assert store.stats()["memory"].blocks == blocks
-    engine.close()
 
 
 def test_cpu_time_of_the_threads_of_a_store_is_taken_from_that_of_saves(monkeypatch):
