@@ -262,7 +262,11 @@ def active():
     return mx.get_active_memory()
 
 
-def test_pool_of_a_draft_model_has_as_many_tokens_whatever_the_size_and_answers_stay():
+def fails(num_blocks):
+    raise MemoryError("planted")
+
+
+def test_pool_of_a_draft_model_has_as_many_tokens_whatever_the_size_and_answers_stay(monkeypatch):
     with on_cpu():
         model, tokenizer = tiny.make()
         with Engine(model, 200, block_size=8, max_running=4, tokenizer=tokenizer) as alone:
@@ -272,7 +276,11 @@ def test_pool_of_a_draft_model_has_as_many_tokens_whatever_the_size_and_answers_
         draft = DraftModel(model, 401, num_drafts=3)
         with Engine(model, 200, block_size=8, max_running=4, tokenizer=tokenizer, speculate=draft) as engine:
             unit, done = memory.unit_nbytes(engine, draft), []
-            sizes = [30, 120, 40, 200]
+            with monkeypatch.context() as patch:  # the second pool gets no memory: both are as before
+                patch.setattr(draft.engine.kv, "resize", fails)
+                memory.resize(engine, 300 * unit, draft)
+            assert (engine.kv.pool.num_blocks, draft.engine.kv.pool.num_blocks) == (200, 401)
+            sizes = [30, 120, 40, 300]
             one = Memory(Planned(0, 2**40), 4, draft)
             one.governor.plan = [(blocks * unit, governor.OTHERS) for blocks in sizes]
             engine.submit("The block table maps", max_tokens=60)
@@ -289,22 +297,6 @@ def test_pool_of_a_draft_model_has_as_many_tokens_whatever_the_size_and_answers_
             assert done[0].text == expected and not sizes
             assert engine.scheduler.stats().accepted_tokens > 10
             assert engine.generate("The block table maps", max_tokens=60).text == expected
-
-
-def test_pools_are_as_before_if_that_of_the_draft_model_gets_no_memory(monkeypatch):
-    with on_cpu():
-        model, tokenizer = tiny.make()
-        draft = DraftModel(model, 401, num_drafts=3)
-        with Engine(model, 200, block_size=8, max_running=4, tokenizer=tokenizer, speculate=draft) as engine:
-            unit = memory.unit_nbytes(engine, draft)
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    draft.engine.kv, "resize", lambda num_blocks: (_ for _ in ()).throw(MemoryError("planted"))
-                )
-                memory.resize(engine, 300 * unit, draft)
-            assert (engine.kv.pool.num_blocks, draft.engine.kv.pool.num_blocks) == (200, 401)
-            memory.resize(engine, 300 * unit, draft)
-            assert (engine.kv.pool.num_blocks, draft.engine.kv.pool.num_blocks) == (300, 601)
 
 
 def test_sizes_that_the_server_is_given_hold_the_pool_of_a_draft_model_too(monkeypatch):
