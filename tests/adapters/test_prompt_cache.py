@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -358,26 +357,6 @@ def test_the_oldest_sequence_of_the_type_with_most_leaves_first():
     assert sum(each["n_bytes"] for each in prompts.stats_by_type().values()) == prompts.nbytes
     prompts.trim_to(n_bytes=0)
     assert (len(prompts), prompts.nbytes) == (0, 0)
-
-
-def seconds_to_trim(max_bytes):
-    """CPU seconds in which 1,000 blocks leave, of 8 bytes a token."""
-    prompts = PromptCache(max_bytes)
-    for number in range(4):
-        cache, rows = cache_module.KVCache(), mx.ones((1, 1, 4000, 1))
-        cache.update_and_fetch(rows, rows)
-        prompts.insert([number] * 4000, [cache])
-    assert prompts.nbytes >= 4 * 4000 * 8
-    start = time.process_time()
-    prompts.trim_to(n_bytes=0)
-    assert prompts.nbytes == 0
-    return time.process_time() - start
-
-
-def test_a_block_leaves_in_the_same_time_whatever_the_budget():
-    """The larger budget has 200 times as many blank blocks."""
-    large, small = (min(seconds_to_trim(nbytes) for _ in range(3)) for nbytes in (1 << 63, 1 << 20))
-    assert large < 8 * small, (large, small)
 
 
 def test_a_prompt_beyond_the_budget_keeps_its_beginning():
