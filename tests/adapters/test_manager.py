@@ -67,13 +67,6 @@ def snapshot(manager):
 # ---------------------------------------------------------------------- sequences
 
 
-@pytest.mark.parametrize(("prompt_len", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_new_sequence_reserves_blocks_and_starts_empty(prompt_len, blocks):
-    view = KVBlockManager(SPEC, 8).new_sequence(prompt_len)
-    assert isinstance(view, BlockTableView)
-    assert view.ctx_len == 0 and view.block_ids.shape == (blocks,) and view.block_ids.dtype == np.int32
-
-
 def test_free_is_a_method_and_gives_blocks_back():
     """A free list of the same name must not hide it. An id is a handle of the pool, and good once."""
     manager = KVBlockManager(SPEC, 8)
@@ -178,8 +171,10 @@ def test_prefill_in_chunks_equals_dense_attention(max_chunk_tokens):
     engine = Engine()
     other = engine.new([1, 2])
     prompt = list(range(50, 67))
-    seq_id = engine.manager.new_sequence(len(prompt)).seq_id
-    written = []
+    view, written = engine.manager.new_sequence(len(prompt)), []
+    assert isinstance(view, BlockTableView) and view.ctx_len == 0
+    assert view.block_ids.shape == (5,) and view.block_ids.dtype == np.int32
+    seq_id = view.seq_id
     for done in engine.manager.prefill_into_kv(seq_id, prompt, forward, max_chunk_tokens):
         written.append(done)
         engine.history[seq_id] = prompt[:done]

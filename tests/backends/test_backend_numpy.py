@@ -49,10 +49,6 @@ def test_results_own_their_memory():
     for result in (*backend.gather(0, [1]), backend.attend(backend.prepare(plan), 0, ones), backend.export_blocks([1])):
         for planes in backend._planes:
             assert not any(np.shares_memory(result, plane) for plane in planes)
-
-
-def test_export_of_no_block_has_no_row():
-    backend = NumpyBackend(KVSpec(1, 1, 4, "float32", 2), 3)
     assert backend.export_blocks([]).shape == (0, backend.spec.block_nbytes)
 
 

@@ -527,9 +527,7 @@ def test_store_that_always_raises_is_in_the_log_once(filled, engine, caplog):
     assert all(record.exc_info and "planted" in str(record.exc_info[1]) for record in caplog.records)
 
 
-def test_closed_engine_saves_nothing(model, filled):
-    store, _ = filled
-    engine = engine_of(model, store)
+def test_closed_engine_saves_nothing(engine):
     engine.close()
     assert answer(engine, [*OTHER, 1])[2] == 0
     assert not engine.is_saving and engine.kv.pool.stats().used == 0

@@ -343,7 +343,6 @@ def test_spec_from_config_of_a_bad_file_is_refused(tmp_path):
 
 
 def test_sizes_leave_the_random_numbers_of_a_program_alone():
-    mx = pytest.importorskip("mlx.core")
     drawn = []
     for look in (False, True):
         mx.random.seed(0)
